@@ -1,0 +1,3 @@
+# A Debian root file system made by mmdebstrap, as an image.
+FROM scratch
+ADD os.tar /
