@@ -1,0 +1,119 @@
+# Copyright (c) Sparkwright contributors
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+name: plan
+author: Sparkwright contributors (@sparkwright)
+version_added: 0.1.0
+short_description: The plan of the cluster, from recipe and inventory
+description:
+  - Reads the recipe named by C(spark_recipe), its engine and the image lock, and resolves them with the C(spark_*)
+    variables of the given hosts. Touches no host.
+options:
+  hosts:
+    description: Inventory hosts in rank order.
+    type: list
+    elements: str
+    required: true
+  recipe_directory:
+    description: Directory that holds C(recipes/) and C(engines/).
+    type: path
+    required: true
+  images_directory:
+    description: Directory that holds C(images.lock.yml) and the build contexts.
+    type: path
+    required: true
+  kernels_directory:
+    description: Directory of the kernels package, which every built image contains.
+    type: path
+    required: true
+"""
+
+EXAMPLES = r"""
+- name: Resolve the plan
+  ansible.builtin.set_fact:
+    recipe_resolved: "{{ lookup('sparkwright.dsv41.plan', hosts=groups['sparks'], recipe_directory='roles/recipe/files',
+      images_directory='images', kernels_directory='kernels') }}"
+"""
+
+RETURN = r"""
+_value:
+  description:
+    - One dictionary. C(problems) lists everything that is wrong with recipe and inventory; C(plan) is the plan, or
+      null when there are problems.
+  type: list
+  elements: dict
+"""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from ansible.plugins.lookup import LookupBase
+from ansible_collections.sparkwright.dsv41.plugins.module_utils import images, recipe
+
+
+def _read(directory: Path, kind: str, name: str) -> tuple[dict[str, Any], list[str]]:
+    path = directory / f"{name}.yml"
+    if not path.is_file():
+        known = ", ".join(sorted(entry.stem for entry in directory.glob("*.yml")))
+        return {}, [f"unknown {kind} {name!r}; known: {known}"]
+    try:
+        data = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        return {}, [f"{path}: {error}"]
+    return (data, []) if isinstance(data, dict) else ({}, [f"{path}: needed a mapping"])
+
+
+def _image(key: str, images_directory: Path, kernels: Path, cluster: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    lock = yaml.safe_load((images_directory / "images.lock.yml").read_text())["images"]
+    if key not in lock:
+        return {}, [f"unknown image {key!r}; known: {', '.join(sorted(lock))}"]
+    entry = lock[key]
+    context = images_directory / entry["context"]
+    files = {path.name: path for path in (context / "Dockerfile", context / "entrypoint", context / entry["requirements"])}
+    files["kernels/pyproject.toml"] = kernels / "pyproject.toml"
+    for path in sorted((kernels / "src").rglob("*.py")):
+        files[f"kernels/{path.relative_to(kernels)}"] = path
+    tag = images.content_tag({name: path.read_bytes() for name, path in files.items()}, entry)
+    base_archive = str(cluster.get("spark_image_base_archive", ""))
+    wheelhouse = str(cluster.get("spark_image_wheelhouse", ""))
+    return {"name": f"sparkwright/{key}:{tag}", **entry, "base_archive": base_archive, "wheelhouse": wheelhouse}, []
+
+
+class LookupModule(LookupBase):
+    def _variables(self, host: str, variables: Any) -> dict[str, Any]:
+        """The `spark_*` variables of a host.
+
+        A value that reads `hostvars` resolves only in the host's own context, so a value written once for all hosts
+        is resolved here, in the context of the host that runs the task.
+        """
+        theirs = variables["hostvars"].raw_get(host)
+        return {
+            key: self._templar.template(raw) if variables.get(key) == raw else variables["hostvars"][host][key]
+            for key, raw in theirs.items()
+            if key.startswith("spark_")
+        }
+
+    def run(self, terms: list[Any], variables: Any = None, **kwargs: Any) -> list[dict[str, Any]]:
+        self.set_options(var_options=variables, direct=kwargs)
+        hosts = {host: self._variables(host, variables) for host in self.get_option("hosts")}
+        cluster = next(iter(hosts.values()), {})
+        directory = Path(self.get_option("recipe_directory"))
+        data, problems = _read(directory / "recipes", "recipe", str(cluster.get("spark_recipe")))
+        engine, more = _read(directory / "engines", "engine", str(data.get("engine"))) if data else ({}, [])
+        problems += more
+        image: dict[str, Any] = {}
+        if data:
+            image, more = _image(
+                str(data.get("image")),
+                Path(self.get_option("images_directory")),
+                Path(self.get_option("kernels_directory")),
+                cluster,
+            )
+            problems += more
+        if problems:
+            return [{"plan": None, "problems": problems + recipe.cluster_variables.check(hosts)[2]}]
+        plan, problems = recipe.resolve(data, engine, hosts, image)
+        return [{"plan": plan.to_dict() if plan else None, "problems": problems}]

@@ -1,0 +1,129 @@
+# Copyright (c) Sparkwright contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The inventory variables of a cluster: names, types, defaults, and the checks that need no host."""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import re
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+
+REQUIRED = object()
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One `spark_*` variable; `check` says what is wrong with a value, or returns None."""
+
+    kind: str
+    default: Any
+    check: Callable[[Any], Optional[str]]
+    per_host: bool = False
+
+
+def _text(value: Any) -> Optional[str]:
+    return None if isinstance(value, str) else "needed a string"
+
+
+def _name(value: Any) -> Optional[str]:
+    if isinstance(value, str) and re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", value):
+        return None
+    return "needed lower-case letters, digits and inner hyphens"
+
+
+def _port(value: Any) -> Optional[str]:
+    if isinstance(value, bool) or not str(value).isdigit() or not 1024 <= int(value) <= 65535:
+        return "needed a port from 1024 to 65535"
+    return None
+
+
+def _address(value: Any) -> Optional[str]:
+    try:
+        address = ipaddress.IPv4Address(str(value))
+    except ValueError:
+        return "needed an IPv4 address"
+    if address.is_multicast or address == ipaddress.IPv4Address("255.255.255.255"):
+        return "needed a unicast IPv4 address"
+    return None
+
+
+def _fabric_address(value: Any) -> Optional[str]:
+    problem = _address(value)
+    if problem is None and (ipaddress.IPv4Address(str(value)).is_loopback or str(value) == "0.0.0.0"):
+        return "needed the address of a fabric port, not loopback or any"
+    return problem
+
+
+def _directory(value: Any) -> Optional[str]:
+    if isinstance(value, str) and re.fullmatch(r"(/[A-Za-z0-9._-]+)+", value) and "/.." not in value:
+        return None
+    return "needed an absolute path of letters, digits, dots, hyphens and underscores"
+
+
+def _mapping(value: Any) -> Optional[str]:
+    return None if isinstance(value, Mapping) else "needed a mapping"
+
+
+VARIABLES: Dict[str, Variable] = {
+    "spark_cluster": Variable("name", REQUIRED, _name),
+    "spark_recipe": Variable("name", REQUIRED, _name),
+    "spark_fabric_address": Variable("IPv4 address", REQUIRED, _fabric_address, per_host=True),
+    "spark_bind_address": Variable("IPv4 address", "127.0.0.1", _address),
+    "spark_api_port": Variable("port", 8000, _port),
+    "spark_rendezvous_port": Variable("port", 29521, _port),
+    "spark_data_dir": Variable("directory", "/var/lib/sparkwright", _directory),
+    "spark_hub_endpoint": Variable("URL", "", _text),
+    "spark_image_base_archive": Variable("path on the controller", "", _text),
+    "spark_image_wheelhouse": Variable("directory on the controller", "", _text),
+    "spark_weights_wheelhouse": Variable("directory on the controller", "", _text),
+    "spark_recipe_overrides": Variable("mapping", {}, _mapping),
+    "spark_recipe_set": Variable("mapping (for -e)", {}, _mapping),
+}
+
+# Names that users bring from older releases and other tools, and what to write instead.
+REMOVED: Dict[str, str] = {
+    "spark_gid_index": "nothing: NCCL chooses the GID; to pin one set NCCL_IB_GID_INDEX in spark_recipe_overrides.env",
+    "spark_head_ip": "spark_fabric_address of the head",
+    "spark_worker_ip": "spark_fabric_address of the worker",
+}
+
+
+def check(hosts: Mapping[str, Mapping[str, Any]]) -> Tuple[Dict[str, Any], Dict[str, Dict[str, Any]], List[str]]:
+    """Split per-host `spark_*` variables into cluster values and host values; collect every problem.
+
+    `hosts` maps each inventory host, in rank order, to its `spark_*` variables.
+    """
+    problems: List[str] = []
+    cluster: Dict[str, Any] = {}
+    per_host: Dict[str, Dict[str, Any]] = {host: {} for host in hosts}
+    for name in sorted({key for values in hosts.values() for key in values} - set(VARIABLES)):
+        if name in REMOVED:
+            problems.append(f"{name} was removed; use {REMOVED[name]}")
+            continue
+        near = difflib.get_close_matches(name, VARIABLES, n=1)
+        problems.append(f"{name} is not a known variable" + (f"; did you mean {near[0]}?" if near else ""))
+    for name, variable in VARIABLES.items():
+        found = {host: values[name] for host, values in hosts.items() if name in values}
+        for host in hosts:
+            if host not in found and variable.default is REQUIRED and variable.per_host:
+                problems.append(f"{host}: {name} is missing; needed {variable.kind}")
+        if not found and variable.default is REQUIRED and not variable.per_host:
+            problems.append(f"{name} is missing; needed {variable.kind} in inventory group_vars/all")
+        for host, value in found.items():
+            wrong = variable.check(value)
+            if wrong and (variable.per_host or host == next(iter(found))):
+                where = f"{host}: " if variable.per_host else ""
+                problems.append(f"{where}{name} is {value!r}; {wrong}")
+            per_host[host][name] = value
+        if not variable.per_host:
+            if len({repr(value) for value in found.values()}) > 1:
+                problems.append(f"{name} differs between hosts; it belongs to the cluster (group_vars/all)")
+            cluster[name] = next(iter(found.values())) if found else variable.default
+    addresses = [str(values.get("spark_fabric_address")) for values in per_host.values()]
+    for address in sorted({address for address in addresses if addresses.count(address) > 1 and address != "None"}):
+        problems.append(f"spark_fabric_address {address} is used by more than one host")
+    if str(cluster["spark_api_port"]) == str(cluster["spark_rendezvous_port"]):
+        problems.append(f"spark_api_port and spark_rendezvous_port are both {cluster['spark_api_port']}")
+    return cluster, per_host, problems

@@ -1,0 +1,386 @@
+# Copyright (c) Sparkwright contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The resolver: recipe, node-count overlay and overrides become one plan for the whole cluster.
+
+Everything here is a pure function over dicts. What only a node can tell (its fabric interface and HCAs) stays as a
+placeholder in the plan until `bind_fabric` fills it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass, field
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+
+from ansible_collections.sparkwright.dsv41.plugins.module_utils import cluster as cluster_variables
+
+# Placeholders that are filled on the node, from its fabric facts.
+DISCOVERED = ("socket_interface", "hcas")
+
+_NUMBER = (int, float)
+_CONTAINER = {
+    "shm_gib": _NUMBER,
+    "devices": list,
+    "capabilities": list,
+    "ulimits": dict,
+    "gpus": str,
+    "oom_score_adj": int,
+    "stop_timeout_s": int,
+}
+_MEMORY = {"weights_gib": _NUMBER, "kv_gib": _NUMBER, "runtime_gib": _NUMBER, "margin_gib": _NUMBER}
+_READY = {"deadline_s": int, "stall_s": int}
+_SMOKE = {"prompt": str, "expect": str, "max_tokens": int}
+# Sections that overlays and overrides may change; None: any key, scalar values (null unsets).
+_MERGED: Dict[str, Optional[Mapping[str, Any]]] = {
+    "container": _CONTAINER,
+    "memory": _MEMORY,
+    "ready": _READY,
+    "smoke": _SMOKE,
+    "env": None,
+    "args": None,
+}
+_FIXED = {
+    "id": str,
+    "engine": str,
+    "image": str,
+    "served_name": str,
+    "weights": list,
+    "nodes": dict,
+    "notes": str,
+}
+_WEIGHT = {"repo": str, "revision": str, "include": list, "must_exist": list, "mount": str}
+_REMOVED_ENV = {"HF_HUB_ENABLE_HF_TRANSFER": "HF_XET_HIGH_PERFORMANCE"}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One repository of the plan; `path` is where it lies on every node, `mount` where the engine sees it."""
+
+    repo: str
+    revision: str
+    include: List[str]
+    must_exist: List[str]
+    path: str
+    mount: str
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What runs on one host. Values in braces are still to be found on the node."""
+
+    host: str
+    rank: int
+    address: str
+    container: str
+    argv: List[str]
+    env: Dict[str, str]
+    mounts: List[Dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole cluster: read by preflight, templates, launch, status and the plan verb."""
+
+    cluster: str
+    recipe: str
+    world_size: int
+    image: Dict[str, Any]
+    weights: List[Weights]
+    container: Dict[str, Any]
+    memory: Dict[str, float]
+    ready: Dict[str, int]
+    smoke: Dict[str, Any]
+    served_name: str
+    bind_address: str
+    port: int
+    rendezvous_port: int
+    health_path: str
+    data_dir: str
+    ranks: List[Rank]
+    sources: Dict[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> Dict[str, Any]:
+        return asdict(self)
+
+
+def _type_name(kind: Any) -> str:
+    return "number" if kind is _NUMBER else {str: "string", int: "integer", list: "list", dict: "mapping"}[kind]
+
+
+def _is(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and not (isinstance(value, bool) and kind in (int, _NUMBER))
+
+
+def _unknown(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"unknown key {name!r}" + (f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}")
+
+
+def _check_section(where: str, section: str, value: Any) -> List[str]:
+    if not isinstance(value, Mapping):
+        return [f"{where}: {section} is {value!r}; needed a mapping"]
+    problems = []
+    known = _MERGED[section]
+    for key, item in value.items():
+        if known is None:
+            if section == "args" and not str(key).startswith("-"):
+                problems.append(f"{where}: args key {key!r}; needed a flag that begins with '-'")
+            if section == "env" and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(key)):
+                problems.append(f"{where}: env key {key!r}; needed a variable name")
+            if section == "env" and item == "":
+                problems.append(f"{where}: env {key} is empty; write null to leave the variable out")
+            if section == "env" and key in _REMOVED_ENV:
+                problems.append(f"{where}: env {key} was removed; use {_REMOVED_ENV[key]}")
+            if not isinstance(item, (str, int, float, bool, type(None))) and not (
+                section == "args" and isinstance(item, (list, Mapping))
+            ):
+                problems.append(f"{where}: {section} {key} is {item!r}; needed a scalar")
+        elif key not in known:
+            problems.append(f"{where}: {section}: {_unknown(str(key), list(known))}")
+        elif item is not None and not _is(item, known[key]):
+            problems.append(f"{where}: {section}.{key} is {item!r}; needed a {_type_name(known[key])}")
+    return problems
+
+
+def _check_layer(where: str, layer: Any) -> List[str]:
+    if not isinstance(layer, Mapping):
+        return [f"{where} is {layer!r}; needed a mapping"]
+    problems = []
+    for key, value in layer.items():
+        if key not in _MERGED:
+            problems.append(f"{where}: {_unknown(str(key), list(_MERGED))}")
+        else:
+            problems += _check_section(where, str(key), value)
+    return problems
+
+
+def _check_recipe(recipe: Mapping[str, Any]) -> List[str]:
+    where = f"recipe {recipe.get('id', '?')}"
+    problems = []
+    for key, value in recipe.items():
+        if key in _MERGED:
+            problems += _check_section(where, str(key), value)
+        elif key not in _FIXED:
+            problems.append(f"{where}: {_unknown(str(key), [*_FIXED, *_MERGED])}")
+        elif not _is(value, _FIXED[key]):
+            problems.append(f"{where}: {key} is {value!r}; needed a {_type_name(_FIXED[key])}")
+    for key in [*_FIXED, "memory", "ready", "smoke"]:
+        if key not in recipe and key != "notes":
+            problems.append(f"{where}: {key} is missing")
+    for section, known in (("memory", _MEMORY), ("ready", _READY), ("smoke", _SMOKE)):
+        for key in known:
+            if key not in recipe.get(section, {}):
+                problems.append(f"{where}: {section}.{key} is missing")
+    for index, entry in enumerate(recipe.get("weights") or []):
+        for key, kind in _WEIGHT.items():
+            if not isinstance(entry, Mapping) or not _is(entry.get(key), kind):
+                problems.append(f"{where}: weights[{index}].{key} is missing or not a {_type_name(kind)}")
+            elif key == "revision" and not re.fullmatch(r"[0-9a-f]{40}", entry[key]):
+                problems.append(f"{where}: weights[{index}].revision is {entry[key]!r}; needed a commit of 40 hex digits")
+    for count, overlay in (recipe.get("nodes") or {}).items():
+        problems += _check_layer(f"{where} nodes.{count}", overlay)
+    return problems
+
+
+def _merge(layers: Sequence[Tuple[str, Mapping[str, Any]]]) -> Tuple[Dict[str, Dict[str, Any]], Dict[str, str]]:
+    """Later layers win key by key; the second result tells, for each `section.key`, which layer it came from."""
+    merged: Dict[str, Dict[str, Any]] = {section: {} for section in _MERGED}
+    sources: Dict[str, str] = {}
+    for source, layer in layers:
+        for section in _MERGED:
+            for key, value in (layer.get(section) or {}).items():
+                merged[section][str(key)] = value
+                sources[f"{section}.{key}"] = source
+    return merged, sources
+
+
+def _argv(args: Mapping[str, Any]) -> List[str]:
+    argv: List[str] = []
+    for flag, value in args.items():
+        if value is None or value is False:
+            continue
+        argv.append(flag)
+        if isinstance(value, list):
+            argv += [_scalar(item) for item in value]
+        elif isinstance(value, Mapping):
+            argv.append(json.dumps(value, separators=(",", ":")))
+        elif value is not True:
+            argv.append(_scalar(value))
+    return argv
+
+
+def _scalar(value: Any) -> str:
+    return {True: "1", False: "0"}[value] if isinstance(value, bool) else str(value)
+
+
+def _fill(text: str, values: Mapping[str, str]) -> str:
+    return re.sub(r"\{(\w+)\}", lambda match: values.get(match.group(1), match.group(0)), text)
+
+
+def resolve(
+    recipe: Mapping[str, Any],
+    engine: Mapping[str, Any],
+    hosts: Mapping[str, Mapping[str, Any]],
+    image: Mapping[str, Any],
+) -> Tuple[Optional[Plan], List[str]]:
+    """One plan, or every problem at once.
+
+    `hosts` maps inventory hosts in rank order to their `spark_*` variables; `engine` is the data file of the engine;
+    `image` tells name and build of the image (keys of images.lock.yml plus `name`).
+    """
+    cluster, per_host, problems = cluster_variables.check(hosts)
+    problems += _check_recipe(recipe)
+    overrides, extra = cluster["spark_recipe_overrides"], cluster["spark_recipe_set"]
+    for where, layer in (("spark_recipe_overrides", overrides), ("spark_recipe_set", extra)):
+        if isinstance(layer, Mapping):
+            problems += _check_layer(where, layer)
+    nodes = {int(count): overlay for count, overlay in (recipe.get("nodes") or {}).items()}
+    world_size = len(hosts)
+    if world_size not in nodes:
+        allowed = ", ".join(str(count) for count in sorted(nodes)) or "none"
+        problems.append(f"recipe {recipe.get('id')}: the inventory has {world_size} nodes; allowed: {allowed}")
+    if problems:
+        return None, problems
+
+    engine_layers = engine["args"]
+    layers = [
+        (f"recipe {recipe['id']}", recipe),
+        (f"recipe {recipe['id']} nodes.{world_size}", nodes[world_size]),
+        ("inventory spark_recipe_overrides", overrides),
+        ("extra vars spark_recipe_set", extra),
+    ]
+    base = (f"engine {engine['id']}", {"env": engine["env"], "args": engine_layers["all"]})
+    merged, sources = _merge([base, *layers])
+    for name in ("bind_address", "api_port", "rendezvous_port", "data_dir"):
+        inventory = any(f"spark_{name}" in values for values in hosts.values())
+        sources[name] = f"inventory spark_{name}" if inventory else f"default of spark_{name}"
+
+    data_dir = cluster["spark_data_dir"]
+    weights = [
+        Weights(
+            **{key: entry[key] for key in _WEIGHT},
+            path=f"{data_dir}/weights/{entry['repo'].replace('/', '--')}",
+        )
+        for entry in recipe["weights"]
+    ]
+    addresses = {host: str(values["spark_fabric_address"]) for host, values in per_host.items()}
+    ranks = []
+    for number, host in enumerate(hosts):
+        role = "head" if number == 0 else "workers"
+        role_layer = (f"engine {engine['id']} {role}", {"args": engine_layers[role]})
+        args, role_sources = _merge([base, role_layer, *layers])
+        sources.update(role_sources)
+        values = {
+            "rank": str(number),
+            "world_size": str(world_size),
+            "address": addresses[host],
+            "head_address": next(iter(addresses.values())),
+            "rendezvous_port": str(cluster["spark_rendezvous_port"]),
+            "bind_address": str(cluster["spark_bind_address"]),
+            "port": str(cluster["spark_api_port"]),
+            "served_name": str(recipe["served_name"]),
+        }
+        mounts = [{"source": entry.path, "target": entry.mount, "read_only": True} for entry in weights]
+        if number == 0:
+            mounts.append({"source": f"{data_dir}/secrets", "target": "/run/secrets/sparkwright", "read_only": True})
+        ranks.append(
+            Rank(
+                host=host,
+                rank=number,
+                address=addresses[host],
+                container=f"sparkwright-{cluster['spark_cluster']}-r{number}",
+                argv=[_fill(item, values) for item in [*engine["command"], *_argv(args["args"])]],
+                env={k: _fill(_scalar(v), values) for k, v in sorted(merged["env"].items()) if v is not None},
+                mounts=mounts,
+            )
+        )
+    plan = Plan(
+        cluster=cluster["spark_cluster"],
+        recipe=recipe["id"],
+        world_size=world_size,
+        image=dict(image),
+        weights=weights,
+        container=merged["container"],
+        memory={key: float(value) for key, value in merged["memory"].items()},
+        ready=merged["ready"],
+        smoke=merged["smoke"],
+        served_name=recipe["served_name"],
+        bind_address=str(cluster["spark_bind_address"]),
+        port=int(cluster["spark_api_port"]),
+        rendezvous_port=int(cluster["spark_rendezvous_port"]),
+        health_path=engine["health_path"],
+        data_dir=data_dir,
+        ranks=ranks,
+        sources=sources,
+    )
+    return plan, []
+
+
+def rank_of(plan: Mapping[str, Any], host: str) -> Dict[str, Any]:
+    """The rank that runs on an inventory host."""
+    return next(dict(rank) for rank in plan["ranks"] if rank["host"] == host)
+
+
+def bind_fabric(plan: Mapping[str, Any], host: str, fabric: Mapping[str, Any]) -> Dict[str, Any]:
+    """The rank of a host with nothing left open, and `hash`: what the container must have been started with.
+
+    `fabric` gives `socket_interface` and `hcas` (possibly empty: then the variables that need them are left out).
+    """
+    rank = rank_of(plan, host)
+    env = {}
+    for key, value in rank["env"].items():
+        needed = re.findall(r"\{(\w+)\}", value)
+        if all(fabric.get(name) for name in needed):
+            env[key] = _fill(value, {name: str(fabric[name]) for name in needed})
+    rank["env"] = env
+    shared = {key: plan[key] for key in ("recipe", "world_size", "image", "container", "weights")}
+    others = [{key: other[key] for key in ("host", "argv", "mounts")} for other in plan["ranks"]]
+    text = json.dumps({"rank": rank, "shared": shared, "ranks": others}, sort_keys=True, default=str)
+    rank["hash"] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return rank
+
+
+def describe(plan: Mapping[str, Any]) -> List[str]:
+    """The plan for a reader: every rank's argv, env, mounts, image and memory, each value with its source."""
+    sources = plan["sources"]
+    memory = plan["memory"]
+    total = sum(memory.values())
+    lines = [
+        f"cluster {plan['cluster']}: recipe {plan['recipe']} on {plan['world_size']} nodes",
+        f"image   {plan['image']['name']}",
+        f"api     http://{plan['bind_address']}:{plan['port']}/v1  [{sources['bind_address']}; {sources['api_port']}]",
+        "memory  "
+        + " + ".join(f"{key[:-4]} {value:g} [{sources['memory.' + key]}]" for key, value in memory.items())
+        + f" = {total:g} GiB a rank",
+    ]
+    lines += [f"weights {entry['repo']}@{entry['revision']} -> {entry['path']}" for entry in plan["weights"]]
+    lines += [f"container {key}: {value}  [{sources['container.' + key]}]" for key, value in plan["container"].items()]
+    for rank in plan["ranks"]:
+        lines += ["", f"rank {rank['rank']} on {rank['host']} ({rank['address']}), container {rank['container']}"]
+        lines += [f"  argv  {line}" for line in _argv_lines(rank["argv"], sources)]
+        for key, value in rank["env"].items():
+            shown = re.sub(r"\{\w+\}", "(found on the node)", value)
+            lines.append(f"  env   {key}={shown}  [{sources['env.' + key]}]")
+        for mount in rank["mounts"]:
+            mode = "read-only" if mount["read_only"] else "writable"
+            lines.append(f"  mount {mount['source']} -> {mount['target']} ({mode})")
+    unset = sorted(key[4:] for key in sources if key.startswith("env.") and key[4:] not in plan["ranks"][0]["env"])
+    lines += ["", *(f"left out on purpose: {key}  [{sources['env.' + key]}]" for key in unset)]
+    return lines
+
+
+def _argv_lines(argv: Sequence[str], sources: Mapping[str, str]) -> List[str]:
+    lines: List[str] = []
+    for item in argv:
+        source = sources.get(f"args.{item}")
+        if source:
+            lines.append(f"{item}  [{source}]")
+        elif lines and "  [" in lines[-1]:
+            flag, _, rest = lines[-1].partition("  [")
+            lines[-1] = f"{flag} {item}  [{rest}"
+        else:
+            lines.append(item)
+    return lines
