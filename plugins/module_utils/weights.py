@@ -1,0 +1,358 @@
+# Copyright (c) Sparkwright contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What a weights directory must hold, and whether it does. Private to this collection.
+
+Nothing here talks to a network. A directory is described by a manifest (what the hub lists for one commit) and, once
+every file was verified, by a receipt (the manifest plus the modification times seen while verifying). As long as size
+and modification time are those of the receipt, a file counts as unchanged and is not read again.
+
+Sizes are in bytes, times in nanoseconds since the epoch. A digest is ``sha256:`` and 64 hexadecimal digits for an LFS
+file, ``git-sha1:`` and 40 for a small one: these are the two that the hub states.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import os
+import re
+import stat
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+RECEIPT_NAME = ".sparkwright-weights.json"
+RECEIPT_FORMAT = 1
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}|git-sha1:[0-9a-f]{40}")
+_READ_BYTES = 8 * 1024 * 1024
+# The format's own limit is 100 MB; a longer header is not one.
+_SAFETENSORS_HEADER_BYTES = 100_000_000
+
+
+class ReceiptError(ValueError):
+    """The receipt is there and cannot be used."""
+
+
+@dataclass(frozen=True)
+class FileFinding:
+    """One thing that is not as it must be: where, what was found, what is needed."""
+
+    path: str
+    found: str
+    needed: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: found {self.found}, needed {self.needed}"
+
+    def as_dict(self) -> dict[str, str]:
+        return {"path": self.path, "found": self.found, "needed": self.needed}
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file as the hub lists it; ``path`` is relative, with ``/``."""
+
+    path: str
+    size: int
+    digest: str
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a path that could leave the directory or meet our own files, or a malformed digest."""
+        parts = self.path.split("/")
+        if (
+            any(part in ("", ".", "..") for part in parts)
+            or "\\" in self.path
+            or "\0" in self.path
+            or parts[0] == ".cache"
+            or self.path.startswith(RECEIPT_NAME)
+        ):
+            raise ValueError(f"unsafe file name {self.path!r}")
+        if self.size < 0:
+            raise ValueError(f"{self.path}: impossible size {self.size}")
+        if not _DIGEST.fullmatch(self.digest):
+            raise ValueError(f"{self.path}: no usable digest ({self.digest!r})")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The files of ``repo`` at ``revision`` that match ``include`` (empty: all of them)."""
+
+    repo: str
+    revision: str
+    include: tuple[str, ...]
+    files: tuple[FileEntry, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(entry.size for entry in self.files)
+
+    def answers(self, repo: str, revision: str, include: Iterable[str]) -> bool:
+        """Whether this is the manifest of that request, whatever the order of the patterns."""
+        return (self.repo, self.revision, set(self.include)) == (repo, revision, set(include))
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """A manifest whose files were all verified, with each file's modification time at that moment."""
+
+    manifest: Manifest
+    mtimes: dict[FileEntry, int]
+
+    def vouches_for(self, entry: FileEntry, size: int, mtime_ns: int) -> bool:
+        """Whether a file of this size and time is the one verified, and was verified to be ``entry``."""
+        return size == entry.size and self.mtimes.get(entry) == mtime_ns
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What looking at one file gave. ``size`` is 0 and ``mtime_ns`` None where there is no file."""
+
+    entry: FileEntry
+    finding: FileFinding | None
+    size: int = 0
+    mtime_ns: int | None = None
+
+
+def is_commit(revision: str) -> bool:
+    """Whether this is a full commit id, which, unlike a branch or tag, cannot come to mean something else."""
+    return _COMMIT.fullmatch(revision) is not None
+
+
+def is_repo(repo: str) -> bool:
+    """Whether this is ``organisation/name``."""
+    return _REPO.fullmatch(repo) is not None and ".." not in repo
+
+
+def select(files: Iterable[FileEntry], include: Sequence[str]) -> tuple[tuple[FileEntry, ...], tuple[str, ...]]:
+    """The files that match one of the shell patterns, sorted by path, and the patterns that match none.
+
+    ``*`` also matches ``/``, and ``folder/`` means all below it, as the hub's own client has it. No pattern: all files.
+    """
+    files = sorted(files, key=lambda entry: entry.path)
+    if not include:
+        return tuple(files), ()
+    matches: dict[str, set[str]] = {}
+    for pattern in include:
+        glob = f"{pattern}*" if pattern.endswith("/") else pattern
+        matches[pattern] = {entry.path for entry in files if fnmatch.fnmatchcase(entry.path, glob)}
+    wanted = set().union(*matches.values())
+    return (
+        tuple(entry for entry in files if entry.path in wanted),
+        tuple(pattern for pattern, paths in matches.items() if not paths),
+    )
+
+
+def absent_names(must_exist: Iterable[str], manifest: Manifest, excluded: Iterable[str] = ()) -> list[FileFinding]:
+    """A finding for each name in ``must_exist`` that is not among the manifest's files.
+
+    ``excluded`` is what the commit also holds, as far as known: it tells a wrong pattern from a wrong name.
+    """
+    selected = {entry.path for entry in manifest.files}
+    excluded = set(excluded)
+    return [
+        FileFinding(name, "a file that include leaves out", "a pattern that selects it")
+        if name in excluded
+        else FileFinding(name, f"no such file in {manifest.repo} at {manifest.revision}", "it, as must_exist names it")
+        for name in must_exist
+        if name not in selected
+    ]
+
+
+def file_digest(path: str, kind: str, size: int) -> str:
+    """The digest of a file; ``kind`` is ``sha256`` or ``git-sha1``, ``size`` its bytes. Raises OSError."""
+    digest = hashlib.sha256() if kind == "sha256" else hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
+    with open(path, "rb") as stream:
+        while True:
+            chunk = stream.read(_READ_BYTES)
+            if not chunk:
+                return f"{kind}:{digest.hexdigest()}"
+            digest.update(chunk)
+
+
+def safetensors_size(path: str) -> int:
+    """The size in bytes that a safetensors file must have by its own header.
+
+    The file is an 8-byte little-endian length, a JSON header of that length, then the tensors, whose last offset the
+    header states. Raises ValueError when there is no whole header, OSError when the file cannot be read.
+    """
+    with open(path, "rb") as stream:
+        head = stream.read(8)
+        if len(head) < 8:
+            raise ValueError(f"{len(head)} bytes, too few for a safetensors header")
+        (length,) = struct.unpack("<Q", head)
+        if length > _SAFETENSORS_HEADER_BYTES:
+            raise ValueError(f"a safetensors header of {length} bytes, more than the format allows")
+        header = stream.read(length)
+    if len(header) < length:
+        raise ValueError(f"{len(header)} of the {length} bytes of the safetensors header")
+    try:
+        tensors = json.loads(header)
+        ends = [int(tensor["data_offsets"][1]) for name, tensor in tensors.items() if name != "__metadata__"]
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ValueError("a safetensors header that cannot be read") from error
+    return 8 + int(length) + max(ends, default=0)
+
+
+def check_file(root: str, entry: FileEntry, receipt: Receipt | None = None, rehash: bool = False) -> Checked:
+    """Compare one file below ``root`` with its manifest entry.
+
+    Size first, then the digest, which is left out when the receipt vouches for the file and ``rehash`` is false.
+    A file whose digest is right is still a finding when it is a safetensors file shorter or longer than its header
+    says: then the repository itself holds half a file. Raises OSError when an existing file cannot be read.
+    """
+    path = os.path.join(root, entry.path)
+    try:
+        # Taken before hashing: a write during hashing leaves a later time, so the next run looks again.
+        status = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return Checked(entry, FileFinding(entry.path, "nothing", _amount(entry.size)))
+    if not stat.S_ISREG(status.st_mode):
+        return Checked(entry, FileFinding(entry.path, "something that is not a regular file", _amount(entry.size)))
+    if not rehash and receipt is not None and receipt.vouches_for(entry, status.st_size, status.st_mtime_ns):
+        return Checked(entry, None, status.st_size, status.st_mtime_ns)
+
+    finding: FileFinding | None = None
+    if status.st_size != entry.size:
+        found = "a web page of " if _is_web_page(path) else ""
+        finding = FileFinding(entry.path, found + _amount(status.st_size), _amount(entry.size))
+    else:
+        found = file_digest(path, entry.digest.split(":")[0], entry.size)
+        if found != entry.digest:
+            found += " (a web page)" if _is_web_page(path) else ""
+            finding = FileFinding(entry.path, found, entry.digest)
+        elif entry.path.endswith(".safetensors"):
+            finding = _half_a_file(path, entry)
+    return Checked(entry, finding, status.st_size, status.st_mtime_ns)
+
+
+def _half_a_file(path: str, entry: FileEntry) -> FileFinding | None:
+    needed = "a whole safetensors file: the repository's own copy is damaged"
+    try:
+        promised = safetensors_size(path)
+    except ValueError as error:
+        return FileFinding(entry.path, str(error), needed)
+    if promised == entry.size:
+        return None
+    return FileFinding(entry.path, f"{_amount(entry.size)} where its header promises {promised}", needed)
+
+
+def _is_web_page(path: str) -> bool:
+    if path.endswith((".html", ".htm")):
+        return False
+    with open(path, "rb") as stream:
+        return stream.read(512).lstrip().lower().startswith((b"<!doctype html", b"<html"))
+
+
+def _amount(size: int) -> str:
+    return "1 byte" if size == 1 else f"{size} bytes"
+
+
+def read_receipt(root: str) -> Receipt | None:
+    """The receipt of this directory, None when there is none. Raises ReceiptError when it cannot be used."""
+    path = os.path.join(root, RECEIPT_NAME)
+    try:
+        with open(path, encoding="utf-8") as stream:
+            data: Any = json.load(stream)
+        if data["format"] != RECEIPT_FORMAT:
+            raise ReceiptError(f"{path} has format {data['format']!r}, this version reads {RECEIPT_FORMAT}")
+        manifest = Manifest(
+            repo=str(data["repo"]),
+            revision=str(data["revision"]),
+            include=tuple(str(pattern) for pattern in data["include"]),
+            files=tuple(FileEntry(str(f["path"]), int(f["size"]), str(f["digest"])) for f in data["files"]),
+        )
+        return Receipt(manifest, {e: int(f["mtime_ns"]) for e, f in zip(manifest.files, data["files"])})
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ReceiptError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ReceiptError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def write_receipt(root: str, receipt: Receipt) -> None:
+    """Put the receipt in place in one step, after it is on the disk: a crash leaves the old one or none, never half.
+
+    Raises OSError.
+    """
+    manifest = receipt.manifest
+    data = {
+        "format": RECEIPT_FORMAT,
+        "repo": manifest.repo,
+        "revision": manifest.revision,
+        "include": sorted(manifest.include),
+        "files": [
+            {"path": e.path, "size": e.size, "digest": e.digest, "mtime_ns": receipt.mtimes[e]} for e in manifest.files
+        ],
+    }
+    path = os.path.join(root, RECEIPT_NAME)
+    temporary = f"{path}.tmp"
+    with open(temporary, "w", encoding="utf-8") as stream:
+        json.dump(data, stream, indent=1)
+        stream.write("\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(temporary, path)
+    flush(root)
+
+
+def flush(path: str) -> None:
+    """Have the operating system write a file's data, or a directory's names, to the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def too_small(need: int, freed: int, free: int, where: str, count: int) -> str | None:
+    """The message for a file system that cannot take ``count`` files of ``need`` bytes in all, or None.
+
+    ``freed`` is what the files they replace give back, ``free`` what the file system has (all in bytes).
+    """
+    short = need - freed - free
+    if short <= 0:
+        return None
+    return (
+        f"The file system of {where} is too small: {count} file(s) to fetch need {need} bytes, "
+        f"files they replace give back {freed}, {free} are free; "
+        f"{need} - {freed} - {free} = {short} bytes ({short / 2**30:.1f} GiB) are missing. Nothing was fetched."
+    )
+
+
+def explain_status(
+    status: int, code: str, said: str, *, repo: str, revision: str, endpoint: str, path: str, has_token: bool
+) -> tuple[str, bool]:
+    """What an error answer of the hub means and what to do, and whether it concerns the whole repository.
+
+    ``code`` and ``said`` are the hub's X-Error-Code and X-Error-Message headers, which may be empty.
+    """
+    page = f"{endpoint}/{repo}"
+    quoted = f" (the hub says: {said[:200]})" if said else ""
+    if code == "RevisionNotFound":
+        return f"{repo} has no commit {revision} at {endpoint}: correct the revision{quoted}", True
+    if code == "EntryNotFound":
+        return f"no such file at {endpoint}{quoted}", False
+    if code == "GatedRepo" and status == 401 and not has_token:
+        return f"{repo} is gated and no token was given: accept its terms at {page}, then set token{quoted}", True
+    if code == "GatedRepo" and status == 403:
+        return (
+            f"The token is valid but its account has no access to {repo}: accept the terms at {page} "
+            f"with that account, and let a fine-grained token read gated repositories{quoted}",
+            True,
+        )
+    if status == 401 and has_token and code != "RepoNotFound":
+        return f"The hub refuses the token (401): it is wrong, expired or revoked; create a new one{quoted}", True
+    if code == "RepoNotFound" or status == 401 or (status == 404 and not path):
+        hint = "or the token's account may not see it" if has_token else "or it is private and needs a token"
+        return f"There is no repository {repo} at {endpoint}, {hint}{quoted}", True
+    if status == 403:
+        return f"The hub forbids access to {repo} (403){quoted}", True
+    if status == 429:
+        return f"The hub allows no more requests for now (429): wait, or lower workers, and run again{quoted}", True
+    return f"The hub answers {status}{quoted}", False
