@@ -57,7 +57,12 @@ class ActionModule(ActionBase):
                 task_vars=task_vars,
             )
             if answer.get("failed") or "state" not in answer:
-                state = {"exists": True, "running": False, "status": "unreachable", "log_tail": [str(answer.get("msg"))]}
+                state = {
+                    "exists": True,
+                    "running": False,
+                    "status": "unreachable",
+                    "log_tail": [str(answer.get("msg"))],
+                }
             else:
                 state = answer["state"]
             state["interval_s"] = args["interval_s"]

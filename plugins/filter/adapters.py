@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 from ansible_collections.sparkwright.dsv41.plugins.module_utils import engine, findings, images, recipe
 

@@ -51,7 +51,7 @@ from typing import Any
 
 import yaml
 from ansible.plugins.lookup import LookupBase
-from ansible_collections.sparkwright.dsv41.plugins.module_utils import images, recipe
+from ansible_collections.sparkwright.dsv41.plugins.module_utils import cluster, images, recipe
 
 
 def _read(directory: Path, kind: str, name: str) -> tuple[dict[str, Any], list[str]]:
@@ -66,19 +66,20 @@ def _read(directory: Path, kind: str, name: str) -> tuple[dict[str, Any], list[s
     return (data, []) if isinstance(data, dict) else ({}, [f"{path}: needed a mapping"])
 
 
-def _image(key: str, images_directory: Path, kernels: Path, cluster: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _image(key: str, images_directory: Path, kernels: Path, values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     lock = yaml.safe_load((images_directory / "images.lock.yml").read_text())["images"]
     if key not in lock:
         return {}, [f"unknown image {key!r}; known: {', '.join(sorted(lock))}"]
     entry = lock[key]
     context = images_directory / entry["context"]
-    files = {path.name: path for path in (context / "Dockerfile", context / "entrypoint", context / entry["requirements"])}
+    names = ("Dockerfile", "entrypoint", entry["requirements"])
+    files = {name: context / name for name in names}
     files["kernels/pyproject.toml"] = kernels / "pyproject.toml"
     for path in sorted((kernels / "src").rglob("*.py")):
         files[f"kernels/{path.relative_to(kernels)}"] = path
     tag = images.content_tag({name: path.read_bytes() for name, path in files.items()}, entry)
-    base_archive = str(cluster.get("spark_image_base_archive", ""))
-    wheelhouse = str(cluster.get("spark_image_wheelhouse", ""))
+    base_archive = str(values.get("spark_image_base_archive", ""))
+    wheelhouse = str(values.get("spark_image_wheelhouse", ""))
     return {"name": f"sparkwright/{key}:{tag}", **entry, "base_archive": base_archive, "wheelhouse": wheelhouse}, []
 
 
@@ -99,9 +100,9 @@ class LookupModule(LookupBase):
     def run(self, terms: list[Any], variables: Any = None, **kwargs: Any) -> list[dict[str, Any]]:
         self.set_options(var_options=variables, direct=kwargs)
         hosts = {host: self._variables(host, variables) for host in self.get_option("hosts")}
-        cluster = next(iter(hosts.values()), {})
+        values = next(iter(hosts.values()), {})
         directory = Path(self.get_option("recipe_directory"))
-        data, problems = _read(directory / "recipes", "recipe", str(cluster.get("spark_recipe")))
+        data, problems = _read(directory / "recipes", "recipe", str(values.get("spark_recipe")))
         engine, more = _read(directory / "engines", "engine", str(data.get("engine"))) if data else ({}, [])
         problems += more
         image: dict[str, Any] = {}
@@ -110,10 +111,10 @@ class LookupModule(LookupBase):
                 str(data.get("image")),
                 Path(self.get_option("images_directory")),
                 Path(self.get_option("kernels_directory")),
-                cluster,
+                values,
             )
             problems += more
         if problems:
-            return [{"plan": None, "problems": problems + recipe.cluster_variables.check(hosts)[2]}]
+            return [{"plan": None, "problems": problems + cluster.check(hosts)[2]}]
         plan, problems = recipe.resolve(data, engine, hosts, image)
         return [{"plan": plan.to_dict() if plan else None, "problems": problems}]

@@ -89,7 +89,9 @@ def _moved(older: Optional[Mapping[str, Any]], newer: Mapping[str, Any]) -> bool
     return busy or newer.get("log_bytes") != older.get("log_bytes")
 
 
-def status_findings(states: Mapping[str, Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> List[Dict[str, Any]]:
+def status_findings(
+    states: Mapping[str, Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]
+) -> List[Dict[str, Any]]:
     """What is wrong with a cluster that should be serving; a host without a state is unreachable."""
     found: List[Finding] = []
     for rank in ranks:

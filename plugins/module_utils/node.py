@@ -56,7 +56,7 @@ def findings(facts: Mapping[str, Any], needs: Needs, host: str) -> List[Finding]
         found.append(Finding(f"node.{name}", host, seen, needed, repair))
 
     if facts["docker_error"]:
-        add("docker", facts["docker_error"], "a Docker engine that answers", "install docker.io or docker-ce; start docker")
+        add("docker", facts["docker_error"], "a Docker engine that answers", "install and start docker.io")
     for name in facts["missing_commands"]:
         add("command", f"no {name}", f"{name} in PATH", f"apt-get install {name}")
     for name in facts["missing_modules"]:
@@ -74,5 +74,6 @@ def findings(facts: Mapping[str, Any], needs: Needs, host: str) -> List[Finding]
     free = facts["disk_free"]
     if free is None or free < needs.disk_bytes:
         seen = "unknown" if free is None else f"{free / GIB:.2f} GiB free"
-        add("disk", f"{seen} for {needs.disk_path}", f"{needs.disk_bytes / GIB:.2f} GiB", "free space, or set spark_data_dir")
+        needed = f"{needs.disk_bytes / GIB:.2f} GiB"
+        add("disk", f"{seen} for {needs.disk_path}", needed, "free space, or set spark_data_dir")
     return found

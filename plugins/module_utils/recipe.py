@@ -15,7 +15,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from ansible_collections.sparkwright.dsv41.plugins.module_utils import cluster as cluster_variables
+from ansible_collections.sparkwright.dsv41.plugins.module_utils import cluster as variables
 
 # Placeholders that are filled on the node, from its fabric facts.
 DISCOVERED = ("socket_interface", "hcas")
@@ -179,7 +179,7 @@ def _check_recipe(recipe: Mapping[str, Any]) -> List[str]:
             if not isinstance(entry, Mapping) or not _is(entry.get(key), kind):
                 problems.append(f"{where}: weights[{index}].{key} is missing or not a {_type_name(kind)}")
             elif key == "revision" and not re.fullmatch(r"[0-9a-f]{40}", entry[key]):
-                problems.append(f"{where}: weights[{index}].revision is {entry[key]!r}; needed a commit of 40 hex digits")
+                problems.append(f"{where}: weights[{index}].revision is {entry[key]!r}; needed 40 hex digits")
     for count, overlay in (recipe.get("nodes") or {}).items():
         problems += _check_layer(f"{where} nodes.{count}", overlay)
     return problems
@@ -231,7 +231,7 @@ def resolve(
     `hosts` maps inventory hosts in rank order to their `spark_*` variables; `engine` is the data file of the engine;
     `image` tells name and build of the image (keys of images.lock.yml plus `name`).
     """
-    cluster, per_host, problems = cluster_variables.check(hosts)
+    cluster, per_host, problems = variables.check(hosts)
     problems += _check_recipe(recipe)
     overrides, extra = cluster["spark_recipe_overrides"], cluster["spark_recipe_set"]
     for where, layer in (("spark_recipe_overrides", overrides), ("spark_recipe_set", extra)):
