@@ -47,7 +47,7 @@ class CallbackModule(CallbackBase):
             running, task, since = sorted(self._running), self._task, self._since
             waited = time.monotonic() - since
             if running and waited >= _EVERY_S and int(waited) % int(_EVERY_S) == 0:
-                # Straight to the descriptor: a lock held by this thread while Ansible forks would stay held in the fork.
+                # Straight to the descriptor: a lock held here while Ansible forks would stay held in the fork.
                 os.write(1, f"  ... {task}: {', '.join(running)} ({waited:.0f} s)\n".encode())
 
     def v2_playbook_on_task_start(self, task: Any, is_conditional: bool) -> None:

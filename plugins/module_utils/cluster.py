@@ -34,7 +34,7 @@ def _name(value: Any) -> Optional[str]:
 
 
 def _port(value: Any) -> Optional[str]:
-    if isinstance(value, bool) or not str(value).isdigit() or not 1024 <= int(value) <= 65535:
+    if not re.fullmatch(r"[0-9]{4,5}", str(value)) or not 1024 <= int(value) <= 65535:
         return "needed a port from 1024 to 65535"
     return None
 
@@ -120,6 +120,8 @@ def check(hosts: Mapping[str, Mapping[str, Any]]) -> Tuple[Dict[str, Any], Dict[
         if not variable.per_host:
             if len({repr(value) for value in found.values()}) > 1:
                 problems.append(f"{name} differs between hosts; it belongs to the cluster (group_vars/all)")
+            elif found and len(found) < len(hosts):
+                problems.append(f"{name} is set for {', '.join(found)} only; it belongs to the cluster (group_vars/all)")
             cluster[name] = next(iter(found.values())) if found else variable.default
     addresses = [str(values.get("spark_fabric_address")) for values in per_host.values()]
     for address in sorted({address for address in addresses if addresses.count(address) > 1 and address != "None"}):

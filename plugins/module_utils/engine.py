@@ -28,8 +28,8 @@ def changes(states: Mapping[str, Mapping[str, Any]], hashes: Mapping[str, str]) 
     """Why the ranks must be started anew; empty when every one runs what the plan says.
 
     `states` maps host to the answer of engine_state, `hashes` maps host to the hash of its rank in the plan.
-    One reason is enough to restart all: a lone rank cannot rejoin. Whether the endpoint answers is not asked here: ranks
-    that run the plan may still be starting, and engine_wait judges that.
+    One reason is enough to restart all: a lone rank cannot rejoin. Whether the endpoint answers is not asked here:
+    ranks that run the plan may still be starting, and engine_wait judges that.
     """
     reasons = []
     for host, wanted in hashes.items():
