@@ -254,6 +254,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("up", help="make the lab and deploy to it")
     commands.add_parser("create", help="make the lab's machines only")
+    commands.add_parser("venv", help="make the controller's virtual environment only")
     commands.add_parser("down", help="remove the lab")
     execute = commands.add_parser("exec", help="run a command in the lab's environment")
     execute.add_argument("argv", nargs=argparse.REMAINDER)
@@ -263,6 +264,8 @@ def main() -> int:
             up()
             if args.command == "up":
                 playbook("site.yml")
+        elif args.command == "venv":
+            make_venv()
         elif args.command == "down":
             down()
         else:
