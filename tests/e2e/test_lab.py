@@ -69,6 +69,22 @@ def test_a_killed_worker_is_named_and_repaired(lab: Lab) -> None:
     assert lab.playbook("playbooks/start.yml").recap("changed") == {"spark1": 0, "spark2": 0}
 
 
+def test_a_rank_that_dies_while_starting_ends_the_wait(lab: Lab) -> None:
+    assert lab.playbook("playbooks/stop.yml").rc == 0
+    run = lab.start("playbooks/start.yml")
+    assert run.stdout
+    seen = []
+    for line in run.stdout:
+        seen.append(line)
+        if line.startswith("TASK [engine : Wait for the endpoint]"):
+            lab.ssh("spark2", "docker kill sparkwright-lab-r1")
+    output = "".join(seen)
+    assert run.wait() != 0
+    # Said by both ranks: none waits for the dead one.
+    assert output.count("rank 1 on spark2 exited with code 137") >= 2, output
+    assert lab.playbook("playbooks/start.yml").rc == 0
+
+
 def test_an_unreachable_node_is_a_finding(lab: Lab) -> None:
     lab.engine("containers/sparkwright-lab-spark2/pause")
     try:
