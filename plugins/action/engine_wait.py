@@ -5,18 +5,21 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ansible import constants
+from ansible.errors import AnsibleConnectionFailure
 from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
 from ansible_collections.sparkwright.dsv41.plugins.module_utils import engine
 
 # Ranks start their wait together; one that has not written a sample by then is judged without.
 _PEERS_S = 60
+
+Sample = dict[str, Any]
 
 
 class ActionModule(ActionBase):
@@ -36,44 +39,25 @@ class ActionModule(ActionBase):
         if self._task.check_mode:
             return {**result, "changed": False, "skipped": True, "msg": "nothing was started in check mode"}
 
-        # All forks of one ansible-playbook have the same parent, so the directory belongs to this task of this run.
-        share = Path(tempfile.gettempdir()) / f"sparkwright-wait-{os.getuid()}-{os.getppid()}-{self._task._uuid}"
-        share.mkdir(mode=0o700, exist_ok=True)
-        if share.stat().st_uid != os.getuid():
-            return {**result, "failed": True, "msg": f"{share} belongs to another user"}
+        # Ansible's own directory for this run: all forks have it, and it is removed at the end.
+        share = Path(constants.DEFAULT_LOCAL_TMP) / f"engine-wait-{self._task._uuid}"
+        share.mkdir(exist_ok=True)
         rank, started, told = args["rank"], time.monotonic(), 0.0
-        mine = share / f"{rank}.json"
-        history: list[dict[int, dict[str, Any]]] = []
+        mine: Sample = {"exists": True, "running": True, "host": (task_vars or {}).get("inventory_hostname", "")}
+        history: list[dict[int, Sample]] = []
         seconds: list[float] = []
         while True:
-            # A sibling's verdict is final: it may have left already, with its sample.
-            answer = self._execute_module(
-                module_name="sparkwright.dsv41.engine_state",
-                module_args={
-                    "container": args["container"],
-                    "host": task_vars["inventory_hostname"] if task_vars else "",
-                    "health_url": args["health_url"],
-                },
-                task_vars=task_vars,
-            )
-            if answer.get("failed") or "state" not in answer:
-                state = {
-                    "exists": True,
-                    "running": False,
-                    "status": "unreachable",
-                    "log_tail": [str(answer.get("msg"))],
-                }
-            else:
-                state = answer["state"]
-            state["interval_s"] = args["interval_s"]
-            state["host"] = task_vars["inventory_hostname"] if task_vars else ""
-            partial = mine.with_suffix(".tmp")
-            partial.write_text(json.dumps(state))
-            partial.rename(mine)
+            mine = self._sample(args, mine, task_vars)
+            _write(share / f"{rank}.json", mine)
+            # A sibling that has left leaves its last sample, and its verdict where that was not ready.
             samples = {int(path.stem): json.loads(path.read_text()) for path in share.glob("*.json")}
             elapsed = time.monotonic() - started
             history.append(samples)
             seconds.append(elapsed)
+            told_by_sibling = next((sample["verdict"] for sample in samples.values() if "verdict" in sample), None)
+            if told_by_sibling:
+                verdict = engine.Verdict(**told_by_sibling)
+                break
             verdict = engine.judge(history, seconds, args["deadline_s"], args["stall_s"])
             complete = len(samples) == args["world_size"] or elapsed > _PEERS_S
             if verdict.state == "dead" or (verdict.state != "progressing" and complete):
@@ -84,5 +68,26 @@ class ActionModule(ActionBase):
             time.sleep(args["interval_s"])
         result.update(changed=False, verdict=verdict.state, seconds=round(elapsed, 1), msg=verdict.reason)
         if verdict.state != "ready":
+            _write(share / f"{rank}.json", {**mine, "verdict": asdict(verdict)})
             result["failed"] = True
         return result
+
+    def _sample(self, args: dict[str, Any], last: Sample, task_vars: dict[str, Any] | None) -> Sample:
+        """The rank's state now, or its last one with the number of attempts in a row that got no answer."""
+        try:
+            answer = self._execute_module(
+                module_name="sparkwright.dsv41.engine_state",
+                module_args={"container": args["container"], "host": last["host"], "health_url": args["health_url"]},
+                task_vars=task_vars,
+            )
+        except AnsibleConnectionFailure as error:
+            answer = {"msg": str(error)}
+        if "state" not in answer:
+            return {**last, "lost": last.get("lost", 0) + 1, "error": str(answer.get("msg"))}
+        return {**answer["state"], "interval_s": args["interval_s"]}
+
+
+def _write(path: Path, sample: Sample) -> None:
+    partial = path.with_suffix(".tmp")
+    partial.write_text(json.dumps(sample))
+    partial.rename(path)

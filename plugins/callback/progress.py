@@ -40,13 +40,19 @@ class CallbackModule(CallbackBase):
         self._ended = threading.Event()
 
     def v2_playbook_on_start(self, playbook: Any) -> None:
-        threading.Thread(target=self._tick, daemon=True).start()
+        # One command may run several playbooks.
+        self._ended = threading.Event()
+        self._summary = []
+        threading.Thread(target=self._tick, args=(self._ended,), daemon=True).start()
 
-    def _tick(self) -> None:
-        while not self._ended.wait(1.0):
+    def _tick(self, ended: threading.Event) -> None:
+        told = 0.0
+        while not ended.wait(1.0):
             running, task, since = sorted(self._running), self._task, self._since
-            waited = time.monotonic() - since
-            if running and waited >= _EVERY_S and int(waited) % int(_EVERY_S) == 0:
+            now = time.monotonic()
+            waited = now - since
+            if running and waited >= _EVERY_S and now - told >= _EVERY_S:
+                told = now
                 # Straight to the descriptor: a lock held here while Ansible forks would stay held in the fork.
                 os.write(1, f"  ... {task}: {', '.join(running)} ({waited:.0f} s)\n".encode())
 
@@ -61,7 +67,9 @@ class CallbackModule(CallbackBase):
 
     def _done(self, result: Any) -> None:
         self._running.discard(result._host.get_name())
-        for line in result._result.get("summary") or []:
+        lines = result._result.get("summary")
+        # Other modules may return something else under this name.
+        for line in lines if isinstance(lines, list) else []:
             if not result._result.get("_ansible_no_log") and line not in self._summary:
                 self._summary.append(str(line))
 

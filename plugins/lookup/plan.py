@@ -51,6 +51,7 @@ from typing import Any
 
 import yaml
 from ansible.plugins.lookup import LookupBase
+from ansible.utils.vars import load_extra_vars
 from ansible_collections.sparkwright.dsv41.plugins.module_utils import cluster, images, recipe
 
 
@@ -66,6 +67,10 @@ def _read(directory: Path, kind: str, name: str) -> tuple[dict[str, Any], list[s
     return (data, []) if isinstance(data, dict) else ({}, [f"{path}: needed a mapping"])
 
 
+def _derived(name: str) -> bool:
+    return name.startswith((".", "__pycache__")) or name.endswith(".egg-info")
+
+
 def _image(key: str, images_directory: Path, kernels: Path, values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     lock = yaml.safe_load((images_directory / "images.lock.yml").read_text())["images"]
     if key not in lock:
@@ -75,8 +80,9 @@ def _image(key: str, images_directory: Path, kernels: Path, values: dict[str, An
     names = ("Dockerfile", "entrypoint", entry["requirements"])
     files = {name: context / name for name in names}
     files["kernels/pyproject.toml"] = kernels / "pyproject.toml"
-    for path in sorted((kernels / "src").rglob("*.py")):
-        files[f"kernels/{path.relative_to(kernels)}"] = path
+    for path in sorted((kernels / "src").rglob("*")):
+        if path.is_file() and not any(_derived(part) for part in path.relative_to(kernels).parts):
+            files[f"kernels/{path.relative_to(kernels)}"] = path
     tag = images.content_tag({name: path.read_bytes() for name, path in files.items()}, entry)
     base_archive = str(values.get("spark_image_base_archive", ""))
     wheelhouse = str(values.get("spark_image_wheelhouse", ""))
@@ -85,36 +91,32 @@ def _image(key: str, images_directory: Path, kernels: Path, values: dict[str, An
 
 class LookupModule(LookupBase):
     def _variables(self, host: str, variables: Any) -> dict[str, Any]:
-        """The `spark_*` variables of a host.
-
-        A value that reads `hostvars` resolves only in the host's own context, so a value written once for all hosts
-        is resolved here, in the context of the host that runs the task.
+        """The `spark_*` variables of a host, each resolved as that host would; unlike hostvars[host] also when a value
+        reads hostvars itself.
         """
         theirs = variables["hostvars"].raw_get(host)
-        return {
-            key: self._templar.template(raw) if variables.get(key) == raw else variables["hostvars"][host][key]
-            for key, raw in theirs.items()
-            if key.startswith("spark_")
-        }
+        templar = self._templar.copy_with_new_env(available_variables={**theirs, "hostvars": variables["hostvars"]})
+        return {key: templar.template(raw) for key, raw in theirs.items() if key.startswith("spark_")}
 
     def run(self, terms: list[Any], variables: Any = None, **kwargs: Any) -> list[dict[str, Any]]:
         self.set_options(var_options=variables, direct=kwargs)
         hosts = {host: self._variables(host, variables) for host in self.get_option("hosts")}
         values = next(iter(hosts.values()), {})
         directory = Path(self.get_option("recipe_directory"))
-        data, problems = _read(directory / "recipes", "recipe", str(values.get("spark_recipe")))
-        engine, more = _read(directory / "engines", "engine", str(data.get("engine"))) if data else ({}, [])
-        problems += more
-        image: dict[str, Any] = {}
-        if data:
-            image, more = _image(
-                str(data.get("image")),
-                Path(self.get_option("images_directory")),
-                Path(self.get_option("kernels_directory")),
-                values,
-            )
-            problems += more
-        if problems:
+        if "spark_recipe" not in values:
+            return [{"plan": None, "problems": cluster.check(hosts)[2]}]
+        data, problems = _read(directory / "recipes", "recipe", str(values["spark_recipe"]))
+        if not data:
             return [{"plan": None, "problems": problems + cluster.check(hosts)[2]}]
-        plan, problems = recipe.resolve(data, engine, hosts, image)
+        engine, problems = _read(directory / "engines", "engine", str(data.get("engine")))
+        image, more = _image(
+            str(data.get("image")),
+            Path(self.get_option("images_directory")),
+            Path(self.get_option("kernels_directory")),
+            values,
+        )
+        problems += more
+        if problems:
+            return [{"plan": None, "problems": problems + recipe.problems(data, hosts)}]
+        plan, problems = recipe.resolve(data, engine, hosts, image, load_extra_vars(self._loader))
         return [{"plan": plan.to_dict() if plan else None, "problems": problems}]

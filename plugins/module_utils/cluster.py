@@ -121,7 +121,8 @@ def check(hosts: Mapping[str, Mapping[str, Any]]) -> Tuple[Dict[str, Any], Dict[
             if len({repr(value) for value in found.values()}) > 1:
                 problems.append(f"{name} differs between hosts; it belongs to the cluster (group_vars/all)")
             elif found and len(found) < len(hosts):
-                problems.append(f"{name} is set for {', '.join(found)} only; it belongs to the cluster (group_vars/all)")
+                only = ", ".join(found)
+                problems.append(f"{name} is set for {only} only; it belongs to the cluster (group_vars/all)")
             cluster[name] = next(iter(found.values())) if found else variable.default
     addresses = [str(values.get("spark_fabric_address")) for values in per_host.values()]
     for address in sorted({address for address in addresses if addresses.count(address) > 1 and address != "None"}):

@@ -13,6 +13,8 @@ PLAN_LABEL = "sparkwright.plan"
 CLUSTER_LABEL = "sparkwright.cluster"
 START = "ansible-playbook playbooks/start.yml -i INVENTORY"
 RESTART = "ansible-playbook playbooks/restart.yml -i INVENTORY"
+# Samples in a row that may fail before a rank counts as lost: a node that loads weights can be slow to answer.
+LOST = 3
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,13 @@ def changes(states: Mapping[str, Mapping[str, Any]], hashes: Mapping[str, str]) 
     return reasons
 
 
+def merge_logs(out: str, err: str, lines: int) -> List[str]:
+    """The last lines of `docker logs --timestamps`: its two streams in order of time, progress bars at their end."""
+    entries = [line.partition(" ") for text in (out, err) for line in text.split("\n") if line]
+    texts = [text.rstrip("\r").rpartition("\r")[2] for _, _, text in sorted(entries, key=lambda entry: entry[0])]
+    return texts[max(0, len(texts) - lines) :]
+
+
 def _line(text: str) -> str:
     return text if len(text) <= 160 else text[:157] + "..."
 
@@ -54,10 +63,13 @@ def judge(
 
     `history` holds, oldest first, one mapping rank -> engine_state answer per sample, taken at `seconds` since the
     start of the wait. A dead rank ends the wait at once; a flat log with an idle CPU on every rank for `stall_s`
-    is a stall; a slow start that still moves is left alone until `deadline_s`.
+    is a stall; a slow start that still moves is left alone until `deadline_s`. `lost` in a sample counts the attempts
+    in a row that got no answer since, `error` says why.
     """
     latest = history[-1]
     for rank, state in sorted(latest.items()):
+        if state.get("lost", 0) >= LOST:
+            return Verdict("dead", f"rank {rank} on {state.get('host')} does not answer: {state.get('error')}", rank)
         if not state.get("exists"):
             return Verdict("dead", f"rank {rank} on {state.get('host')}: its container is gone", rank)
         if not state.get("running"):

@@ -10,6 +10,8 @@ from typing import Any, Dict, List, Mapping, Optional
 from ansible_collections.sparkwright.dsv41.plugins.module_utils.findings import Finding
 
 GIB = 1 << 30
+# Where the package is not named for what is missing.
+_PACKAGES = {"ssh": "openssh-client", "rrsync": "rsync", "ip": "iproute2", "ensurepip": "python3-venv"}
 
 
 @dataclass(frozen=True)
@@ -56,16 +58,20 @@ def findings(facts: Mapping[str, Any], needs: Needs, host: str) -> List[Finding]
         found.append(Finding(f"node.{name}", host, seen, needed, repair))
 
     if facts["docker_error"]:
-        add("docker", facts["docker_error"], "a Docker engine that answers", "install and start docker.io")
+        # Never name a package to install here: docker.io would replace the docker-ce of a Spark.
+        repair = "systemctl enable --now docker, or install a Docker engine where there is none"
+        add("docker", facts["docker_error"], "a Docker engine that answers", repair)
     for name in facts["missing_commands"]:
-        add("command", f"no {name}", f"{name} in PATH", f"apt-get install {name}")
+        add("command", f"no {name}", f"{name} in PATH", f"apt-get install {_PACKAGES.get(name, name)}")
     for name in facts["missing_modules"]:
-        add("python", f"no Python module {name}", name, f"apt-get install python3-{name}")
+        package = _PACKAGES.get(name, f"python3-{name}")
+        add("python", f"no Python module {name}", name, f"apt-get install {package}")
     if not facts["ours_running"]:
         for port in needs.ports:
             if port in facts["listeners"]:
                 owner = facts["listeners"][port]
-                add("port", f"port {port} is taken by {owner}", "a free port", f"stop {owner} or set spark_api_port")
+                repair = f"stop {owner}, or set spark_api_port or spark_rendezvous_port"
+                add("port", f"port {port} is taken by {owner}", "a free port", repair)
         available = facts["mem_available"]
         if available is None or available < needs.memory_bytes:
             seen = "unknown" if available is None else f"{available / GIB:.2f} GiB available"

@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 from dataclasses import asdict, dataclass, field
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Collection, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ansible_collections.sparkwright.dsv41.plugins.module_utils import cluster as variables
 
@@ -53,6 +53,9 @@ _FIXED = {
 }
 _WEIGHT = {"repo": str, "revision": str, "include": list, "must_exist": list, "mount": str}
 _REMOVED_ENV = {"HF_HUB_ENABLE_HF_TRANSFER": "HF_XET_HIGH_PERFORMANCE"}
+# argv and environment of a container can be read by many; secrets reach the engine as files.
+_SECRET = re.compile(r"(api_?key|access_?key|token|secret|password)$", re.IGNORECASE)
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ class Plan:
 
 
 def _type_name(kind: Any) -> str:
-    return "number" if kind is _NUMBER else {str: "string", int: "integer", list: "list", dict: "mapping"}[kind]
+    return "number" if kind is _NUMBER else {str: "string", int: "whole number", list: "list", dict: "mapping"}[kind]
 
 
 def _is(value: Any, kind: Any) -> bool:
@@ -126,21 +129,24 @@ def _check_section(where: str, section: str, value: Any) -> List[str]:
     known = _MERGED[section]
     for key, item in value.items():
         if known is None:
-            if section == "args" and not str(key).startswith("-"):
-                problems.append(f"{where}: args key {key!r}; needed a flag that begins with '-'")
+            if section == "args" and not re.fullmatch(r"--?[A-Za-z][A-Za-z0-9._-]*", str(key)):
+                shown = str(key).partition("=")[0]
+                problems.append(f"{where}: args key {shown!r}; needed a flag that begins with '-' and holds no '='")
             if section == "env" and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(key)):
                 problems.append(f"{where}: env key {key!r}; needed a variable name")
             if section == "env" and item == "":
                 problems.append(f"{where}: env {key} is empty; write null to leave the variable out")
             if section == "env" and key in _REMOVED_ENV:
                 problems.append(f"{where}: env {key} was removed; use {_REMOVED_ENV[key]}")
-            if not isinstance(item, (str, int, float, bool, type(None))) and not (
+            if item is not None and _SECRET.search(str(key).replace("-", "_")):
+                problems.append(f"{where}: {section} {key} may hold a secret; a plan holds none")
+            elif not isinstance(item, (str, int, float, bool, type(None))) and not (
                 section == "args" and isinstance(item, (list, Mapping))
             ):
                 problems.append(f"{where}: {section} {key} is {item!r}; needed a scalar")
         elif key not in known:
             problems.append(f"{where}: {section}: {_unknown(str(key), list(known))}")
-        elif item is not None and not _is(item, known[key]):
+        elif not _is(item, known[key]) and not (item is None and section == "container"):
             problems.append(f"{where}: {section}.{key} is {item!r}; needed a {_type_name(known[key])}")
     return problems
 
@@ -171,16 +177,23 @@ def _check_recipe(recipe: Mapping[str, Any]) -> List[str]:
         if key not in recipe and key != "notes":
             problems.append(f"{where}: {key} is missing")
     for section, known in (("memory", _MEMORY), ("ready", _READY), ("smoke", _SMOKE)):
+        values = recipe.get(section)
         for key in known:
-            if key not in recipe.get(section, {}):
+            if isinstance(values, Mapping) and key not in values:
                 problems.append(f"{where}: {section}.{key} is missing")
-    for index, entry in enumerate(recipe.get("weights") or []):
+    weights = recipe.get("weights")
+    if weights == []:
+        problems.append(f"{where}: weights is empty; needed one repository or more")
+    for index, entry in enumerate(weights if isinstance(weights, list) else []):
         for key, kind in _WEIGHT.items():
             if not isinstance(entry, Mapping) or not _is(entry.get(key), kind):
                 problems.append(f"{where}: weights[{index}].{key} is missing or not a {_type_name(kind)}")
             elif key == "revision" and not re.fullmatch(r"[0-9a-f]{40}", entry[key]):
                 problems.append(f"{where}: weights[{index}].revision is {entry[key]!r}; needed 40 hex digits")
-    for count, overlay in (recipe.get("nodes") or {}).items():
+    nodes = recipe.get("nodes")
+    for count, overlay in nodes.items() if isinstance(nodes, Mapping) else ():
+        if not _is(count, int):
+            problems.append(f"{where}: nodes key {count!r}; needed a number of nodes")
         problems += _check_layer(f"{where} nodes.{count}", overlay)
     return problems
 
@@ -217,7 +230,31 @@ def _scalar(value: Any) -> str:
 
 
 def _fill(text: str, values: Mapping[str, str]) -> str:
-    return re.sub(r"\{(\w+)\}", lambda match: values.get(match.group(1), match.group(0)), text)
+    return _PLACEHOLDER.sub(lambda match: values.get(match.group(1), match.group(0)), text)
+
+
+def _unfilled(kind: str, texts: Sequence[str], allowed: Sequence[str]) -> List[str]:
+    return [
+        f"{kind} {text!r}: {{{name}}} is not a known placeholder"
+        for text in texts
+        for name in _PLACEHOLDER.findall(text)
+        if name not in allowed
+    ]
+
+
+def problems(recipe: Mapping[str, Any], hosts: Mapping[str, Mapping[str, Any]]) -> List[str]:
+    """Everything that is wrong with a recipe and the `spark_*` variables of the hosts."""
+    cluster, _, found = variables.check(hosts)
+    found += _check_recipe(recipe)
+    for where in ("spark_recipe_overrides", "spark_recipe_set"):
+        if isinstance(cluster[where], Mapping):
+            found += _check_layer(where, cluster[where])
+    nodes = recipe.get("nodes")
+    allowed = sorted(n for n in nodes if _is(n, int)) if isinstance(nodes, Mapping) else []
+    if len(hosts) not in allowed:
+        known = ", ".join(map(str, allowed)) or "none"
+        found.append(f"recipe {recipe.get('id')}: the inventory has {len(hosts)} nodes; allowed: {known}")
+    return found
 
 
 def resolve(
@@ -225,38 +262,37 @@ def resolve(
     engine: Mapping[str, Any],
     hosts: Mapping[str, Mapping[str, Any]],
     image: Mapping[str, Any],
+    extra_vars: Collection[str] = (),
 ) -> Tuple[Optional[Plan], List[str]]:
     """One plan, or every problem at once.
 
     `hosts` maps inventory hosts in rank order to their `spark_*` variables; `engine` is the data file of the engine;
-    `image` tells name and build of the image (keys of images.lock.yml plus `name`).
+    `image` tells name and build of the image (keys of images.lock.yml plus `name`); `extra_vars` names the variables
+    that were given with -e, for the sources.
     """
-    cluster, per_host, problems = variables.check(hosts)
-    problems += _check_recipe(recipe)
-    overrides, extra = cluster["spark_recipe_overrides"], cluster["spark_recipe_set"]
-    for where, layer in (("spark_recipe_overrides", overrides), ("spark_recipe_set", extra)):
-        if isinstance(layer, Mapping):
-            problems += _check_layer(where, layer)
-    nodes = {int(count): overlay for count, overlay in (recipe.get("nodes") or {}).items()}
-    world_size = len(hosts)
-    if world_size not in nodes:
-        allowed = ", ".join(str(count) for count in sorted(nodes)) or "none"
-        problems.append(f"recipe {recipe.get('id')}: the inventory has {world_size} nodes; allowed: {allowed}")
-    if problems:
-        return None, problems
 
+    def origin(name: str) -> str:
+        if name in extra_vars:
+            return f"extra vars {name}"
+        return f"inventory {name}" if any(name in values for values in hosts.values()) else f"default of {name}"
+
+    found = problems(recipe, hosts)
+    if found:
+        return None, found
+
+    cluster, per_host, _ = variables.check(hosts)
+    world_size = len(hosts)
     engine_layers = engine["args"]
     layers = [
         (f"recipe {recipe['id']}", recipe),
-        (f"recipe {recipe['id']} nodes.{world_size}", nodes[world_size]),
-        ("inventory spark_recipe_overrides", overrides),
-        ("extra vars spark_recipe_set", extra),
+        (f"recipe {recipe['id']} nodes.{world_size}", recipe["nodes"][world_size]),
+        (origin("spark_recipe_overrides"), cluster["spark_recipe_overrides"]),
+        (origin("spark_recipe_set"), cluster["spark_recipe_set"]),
     ]
     base = (f"engine {engine['id']}", {"env": engine["env"], "args": engine_layers["all"]})
     merged, sources = _merge([base, *layers])
     for name in ("bind_address", "api_port", "rendezvous_port", "data_dir"):
-        inventory = any(f"spark_{name}" in values for values in hosts.values())
-        sources[name] = f"inventory spark_{name}" if inventory else f"default of spark_{name}"
+        sources[name] = origin(f"spark_{name}")
 
     data_dir = cluster["spark_data_dir"]
     weights = [
@@ -268,6 +304,9 @@ def resolve(
     ]
     addresses = {host: str(values["spark_fabric_address"]) for host, values in per_host.items()}
     ranks = []
+    container = {key: value for key, value in merged["container"].items() if value is not None}
+    if "shm_gib" not in container:
+        found.append(f"recipe {recipe['id']}: container.shm_gib is missing")
     for number, host in enumerate(hosts):
         role = "head" if number == 0 else "workers"
         role_layer = (f"engine {engine['id']} {role}", {"args": engine_layers[role]})
@@ -286,24 +325,29 @@ def resolve(
         mounts = [{"source": entry.path, "target": entry.mount, "read_only": True} for entry in weights]
         if number == 0:
             mounts.append({"source": f"{data_dir}/secrets", "target": "/run/secrets/sparkwright", "read_only": True})
+        argv = [_fill(item, values) for item in [*engine["command"], *_argv(args["args"])]]
+        env = {k: _fill(_scalar(v), values) for k, v in sorted(merged["env"].items()) if v is not None}
+        found += _unfilled("args", argv, ()) + _unfilled("env", list(env.values()), DISCOVERED)
         ranks.append(
             Rank(
                 host=host,
                 rank=number,
                 address=addresses[host],
                 container=f"sparkwright-{cluster['spark_cluster']}-r{number}",
-                argv=[_fill(item, values) for item in [*engine["command"], *_argv(args["args"])]],
-                env={k: _fill(_scalar(v), values) for k, v in sorted(merged["env"].items()) if v is not None},
+                argv=argv,
+                env=env,
                 mounts=mounts,
             )
         )
+    if found:
+        return None, list(dict.fromkeys(found))
     plan = Plan(
         cluster=cluster["spark_cluster"],
         recipe=recipe["id"],
         world_size=world_size,
         image=dict(image),
         weights=weights,
-        container=merged["container"],
+        container=container,
         memory={key: float(value) for key, value in merged["memory"].items()},
         ready=merged["ready"],
         smoke=merged["smoke"],
@@ -321,7 +365,10 @@ def resolve(
 
 def rank_of(plan: Mapping[str, Any], host: str) -> Dict[str, Any]:
     """The rank that runs on an inventory host."""
-    return next(dict(rank) for rank in plan["ranks"] if rank["host"] == host)
+    for rank in plan["ranks"]:
+        if rank["host"] == host:
+            return dict(rank)
+    raise ValueError(f"{host} has no rank in the plan; ranks: {', '.join(rank['host'] for rank in plan['ranks'])}")
 
 
 def bind_fabric(plan: Mapping[str, Any], host: str, fabric: Mapping[str, Any]) -> Dict[str, Any]:
@@ -332,11 +379,13 @@ def bind_fabric(plan: Mapping[str, Any], host: str, fabric: Mapping[str, Any]) -
     rank = rank_of(plan, host)
     env = {}
     for key, value in rank["env"].items():
-        needed = re.findall(r"\{(\w+)\}", value)
+        needed = _PLACEHOLDER.findall(value)
         if all(fabric.get(name) for name in needed):
             env[key] = _fill(value, {name: str(fabric[name]) for name in needed})
     rank["env"] = env
-    shared = {key: plan[key] for key in ("recipe", "world_size", "image", "container", "weights")}
+    shared = {key: plan[key] for key in ("recipe", "world_size", "container", "weights")}
+    # The name tells all that is in an image; the rest are paths on whichever controller made the plan.
+    shared["image"] = plan["image"]["name"]
     others = [{key: other[key] for key in ("host", "argv", "mounts")} for other in plan["ranks"]]
     text = json.dumps({"rank": rank, "shared": shared, "ranks": others}, sort_keys=True, default=str)
     rank["hash"] = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -357,19 +406,22 @@ def describe(plan: Mapping[str, Any]) -> List[str]:
         + f" = {total:g} GiB a rank",
     ]
     lines += [f"weights {entry['repo']}@{entry['revision']} -> {entry['path']}" for entry in plan["weights"]]
-    lines += [f"container {key}: {value}  [{sources['container.' + key]}]" for key, value in plan["container"].items()]
+    for section in ("container", "ready", "smoke"):
+        lines += [f"{section} {key}: {value}  [{sources[f'{section}.{key}']}]" for key, value in plan[section].items()]
     for rank in plan["ranks"]:
         lines += ["", f"rank {rank['rank']} on {rank['host']} ({rank['address']}), container {rank['container']}"]
         lines += [f"  argv  {line}" for line in _argv_lines(rank["argv"], sources)]
         for key, value in rank["env"].items():
-            shown = re.sub(r"\{\w+\}", "(found on the node)", value)
+            shown = _PLACEHOLDER.sub("(found on the node)", value)
             lines.append(f"  env   {key}={shown}  [{sources['env.' + key]}]")
         for mount in rank["mounts"]:
             mode = "read-only" if mount["read_only"] else "writable"
             lines.append(f"  mount {mount['source']} -> {mount['target']} ({mode})")
-    unset = sorted(key[4:] for key in sources if key.startswith("env.") and key[4:] not in plan["ranks"][0]["env"])
-    lines += ["", *(f"left out on purpose: {key}  [{sources['env.' + key]}]" for key in unset)]
-    return lines
+    present = {f"container.{key}" for key in plan["container"]}
+    present.update(f"env.{key}" for rank in plan["ranks"] for key in rank["env"])
+    present.update(f"args.{item}" for rank in plan["ranks"] for item in rank["argv"])
+    unset = [key for key in sorted(set(sources) - present) if key.startswith(("container.", "env.", "args."))]
+    return [*lines, "", *(f"left out on purpose: {key.partition('.')[2]}  [{sources[key]}]" for key in unset)]
 
 
 def _argv_lines(argv: Sequence[str], sources: Mapping[str, str]) -> List[str]:

@@ -56,14 +56,14 @@ state:
   type: dict
 """
 
+import http.client
 import json
 import os
-import urllib.error
 import urllib.request
 from typing import Any, Dict, List, Optional
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.sparkwright.dsv41.plugins.module_utils.engine import PLAN_LABEL
+from ansible_collections.sparkwright.dsv41.plugins.module_utils.engine import PLAN_LABEL, merge_logs
 
 
 def healthy(url: str) -> Optional[bool]:
@@ -74,8 +74,16 @@ def healthy(url: str) -> Optional[bool]:
     try:
         with opener.open(url, timeout=5) as answer:
             return int(answer.status) == 200
-    except (OSError, ValueError):
+    except (OSError, ValueError, http.client.HTTPException):
         return False
+
+
+def file_size(path: str) -> int:
+    # The engine rotates logs at any moment.
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return 0
 
 
 def cpu_seconds(pids: List[str]) -> float:
@@ -112,8 +120,10 @@ def main() -> None:
         module.exit_json(changed=False, state=state)
     inspected = json.loads(out)[0]
     running = bool(inspected["State"]["Running"])
-    log_path = inspected.get("LogPath") or ""
-    _rc, log, log_err = module.run_command([docker, "logs", "--tail", str(module.params["lines"]), name])
+    lines = module.params["lines"]
+    _rc, log, log_err = module.run_command(
+        [docker, "logs", "--timestamps", "--tail", str(lines), name], errors="replace"
+    )
     _rc, top, _err = module.run_command([docker, "top", name, "-eo", "pid"]) if running else (0, "", "")
     state.update(
         exists=True,
@@ -123,8 +133,8 @@ def main() -> None:
         started_at=inspected["State"]["StartedAt"],
         plan=(inspected["Config"].get("Labels") or {}).get(PLAN_LABEL, ""),
         image=inspected["Config"]["Image"],
-        log_bytes=os.path.getsize(log_path) if log_path and os.path.exists(log_path) else 0,
-        log_tail=(log + log_err).splitlines()[-module.params["lines"] :],
+        log_bytes=file_size(inspected.get("LogPath") or ""),
+        log_tail=merge_logs(log, log_err, lines),
         cpu_s=cpu_seconds(top.split()[1:]),
         healthy=healthy(module.params["health_url"]) if running else None,
     )

@@ -75,11 +75,12 @@ def stream(ssh: List[str], load: List[str]) -> str:
         assert source.stdout and source.stderr
         source.stdout.close()
         complaint = source.stderr.read().decode(errors="replace").strip()
-    if source.returncode != 0:
-        return f"the head answered {source.returncode}: {complaint}"
-    if target.returncode != 0:
-        return f"docker load answered {target.returncode}: {target.stderr.decode(errors='replace').strip()}"
-    return ""
+    # Either may be the cause: a load that stops also breaks the pipe of the head.
+    ends = (
+        ("the head", source.returncode, complaint),
+        ("docker load", target.returncode, target.stderr.decode(errors="replace").strip()),
+    )
+    return "; ".join(f"{name} answered {code}: {text}" for name, code, text in ends if code != 0)
 
 
 def main() -> None:

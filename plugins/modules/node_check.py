@@ -114,6 +114,7 @@ def owner(proc_root: str, inode: str) -> str:
 
 
 def disk_free(path: str) -> int:
+    path = os.path.abspath(path)
     while not os.path.exists(path):
         path = os.path.dirname(path)
     stat = os.statvfs(path)

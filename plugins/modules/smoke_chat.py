@@ -69,7 +69,7 @@ EXAMPLES = r"""
 
 RETURN = r"""
 answer:
-  description: What the model said.
+  description: What the model said; after a failure what came instead.
   returned: always
   type: str
 seconds:
@@ -83,6 +83,7 @@ summary:
   elements: str
 """
 
+import http.client
 import json
 import time
 import urllib.error
@@ -104,9 +105,10 @@ def ask(url: str, body: Dict[str, Any], key: Optional[str], timeout: int) -> Tup
         with opener.open(request, timeout=timeout) as answer:
             return int(answer.status), answer.read().decode(errors="replace")
     except urllib.error.HTTPError as error:
-        return error.code, error.read().decode(errors="replace")
-    except (OSError, ValueError) as error:
-        return 0, str(error)
+        with error:
+            return error.code, error.read(4096).decode(errors="replace")
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        return 0, str(error) or type(error).__name__
 
 
 def main() -> None:
@@ -125,28 +127,28 @@ def main() -> None:
     )
     params = module.params
     try:
-        with open(params["key_file"], encoding="ascii") as stream:
+        with open(params["key_file"], encoding="utf-8", errors="replace") as stream:
             key = stream.read().strip()
     except OSError as error:
         module.fail_json(msg=f"cannot read the API key: {error}; repair: --tags engine")
+    if not openai.valid_key(key):
+        # Say nothing of the content: it may be a key with something added.
+        module.fail_json(msg=f"{params['key_file']} does not hold one API key; repair: remove it, then --tags engine")
     url = f"{params['url']}/chat/completions"
     body = openai.chat_request(params["model"], params["prompt"], params["max_tokens"])
     refused, _text = ask(url, body, None, params["timeout_s"])
     started = time.monotonic()
     status, text = ask(url, body, key, params["timeout_s"])
     seconds = round(time.monotonic() - started, 2)
-    if status == 200:
-        try:
-            text = openai.answer_text(json.loads(text))
-        except ValueError as error:
-            status, text = 0, str(error)
     problems = openai.problems(refused, status, text, params["expect"])
     if problems:
-        module.fail_json(msg=f"{url}: {'; '.join(problems)}; repair: --tags engine", answer=text, seconds=seconds)
+        msg = f"{url}: {'; '.join(problems)}; repair: --tags engine"
+        module.fail_json(msg=msg, answer=text[:2000], seconds=seconds)
+    answer = openai.answer_text(text).strip()
     curl = openai.curl_command(url, body, params["key_command"])
     question = params["prompt"].split("?")[0].replace("What is ", "")
-    summary = f"PASS: {question} = {text.strip()} in {seconds} s from {url} - try it: {curl}"
-    module.exit_json(changed=False, answer=text.strip(), seconds=seconds, summary=[summary])
+    summary = f"PASS: {question} = {answer} in {seconds} s from {url} - try it: {curl}"
+    module.exit_json(changed=False, answer=answer, seconds=seconds, summary=[summary])
 
 
 if __name__ == "__main__":

@@ -139,6 +139,11 @@ def find_engine() -> str | None:
     return None
 
 
+def exec_root() -> Path:
+    """Run-time state of the lab's engine: in /run, since it must not be on an overlay."""
+    return Path(f"/run/sparkwright-lab-{stamp(text=str(LAB))}")
+
+
 def start_engine() -> str:
     """Start dockerd for the lab alone: its own data, socket and pid file."""
     ENGINE.mkdir(parents=True, exist_ok=True)
@@ -146,7 +151,7 @@ def start_engine() -> str:
     (ENGINE / "docker.pid").unlink(missing_ok=True)
     argv: list[str | Path] = [
         *("dockerd", "--bridge", "none", "--host", f"unix://{ENGINE}/docker.sock", "--data-root", ENGINE / "data"),
-        *("--exec-root", f"/run/sparkwright-lab-{stamp(text=str(LAB))}", "--pidfile", ENGINE / "docker.pid"),
+        *("--exec-root", exec_root(), "--pidfile", ENGINE / "docker.pid"),
     ]
     say("starting a Docker engine for the lab")
     with (ENGINE / "log").open("ab") as log:
@@ -243,7 +248,10 @@ def down() -> None:
                 time.sleep(0.5)
             else:
                 raise LabError(f"dockerd (pid {pid}) does not stop; see {ENGINE}/log")
-    for directory in (LAB, VENV):
+    for mounted in Path("/proc/mounts").read_text().split():
+        if mounted.startswith(f"{exec_root()}/"):
+            subprocess.run(["umount", "--lazy", mounted], check=False)
+    for directory in (exec_root(), LAB, VENV):
         if directory.exists():
             say(f"removing {directory}")
             shutil.rmtree(directory)
