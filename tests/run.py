@@ -46,7 +46,7 @@ PARTS = [
     Part("mypy", ["mypy", "plugins", "kernels/src", "tests/lab/lab.py", "tests/run.py", "tests/support"], 300),
     Part("yamllint", ["yamllint", "."], 120),
     Part("ansible-lint", ["ansible-lint", "--nocolor"], 600),
-    Part("unit", ["pytest", "tests/unit"], 900),
+    Part("unit", ["pytest", "tests/unit", "tests/render"], 900),
     Part("lab-create", [*LAB, "create"], 1200, inside=False),
     Part("e2e-fresh", ["pytest", "tests/e2e/test_fresh.py"], 300),
     Part("lab", ["make", "lab"], 1500, inside=False),

@@ -1,5 +1,6 @@
 """The record says what the kernel of this node says."""
 
+import ipaddress
 import json
 
 
@@ -15,8 +16,7 @@ def test_gid_is_the_mapped_address_of_this_node(host):
     assert record["hcas"] == "=rocep1s0f0:1"
     index = record["gids"]["rocep1s0f0:1"]
     gid = host.file(f"/sys/class/infiniband/rocep1s0f0/ports/1/gids/{index}").content_string.strip()
-    octets = [int(part) for part in record["address"].split(".")]
-    assert gid.endswith("ffff:%02x%02x:%02x%02x" % tuple(octets))
+    assert str(ipaddress.IPv6Address(gid).ipv4_mapped) == record["address"]
 
 
 def test_record_is_readable_and_only_root_writes_it(host):

@@ -1,0 +1,53 @@
+"""Every template, rendered by Ansible, against its golden file and a real parser.
+
+SPARKWRIGHT_UPDATE_GOLDEN=1 writes the golden files anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = Path(__file__).parent / "golden"
+PARSERS = {"peer-serve": ["sh", "-n"]}
+TEMPLATES = sorted(ROOT.glob("roles/*/templates/*.j2"))
+
+
+def render(template: Path, target: Path, **variables: str) -> None:
+    argument = json.dumps({"src": str(template), "dest": str(target), "mode": "0700"})
+    command = ["ansible", "localhost", "-c", "local", "-m", "ansible.builtin.template", "-a", argument]
+    command += ["-e", json.dumps(variables)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_template_has_a_parser() -> None:
+    assert [template.stem for template in TEMPLATES] == sorted(PARSERS)
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.stem)
+def test_rendered(template: Path, tmp_path: Path) -> None:
+    target = tmp_path / template.stem
+    render(template, target, peers_shared_directory="/var/lib/sparkwright/weights")
+    golden = GOLDEN / template.stem
+    if os.environ.get("SPARKWRIGHT_UPDATE_GOLDEN"):
+        golden.write_text(target.read_text())
+    assert target.read_text() == golden.read_text()
+    subprocess.run([*PARSERS[template.stem], str(target)], check=True)
+
+
+def test_a_hostile_directory_stays_one_word(tmp_path: Path) -> None:
+    target, hostile = tmp_path / "peer-serve", f"/x; touch {tmp_path}/broken"
+    render(ROOT / "roles/peers/templates/peer-serve.j2", target, peers_shared_directory=hostile)
+    recorder = tmp_path / "rrsync"
+    recorder.write_text('#!/bin/sh\necho "$#:$2"\n')
+    recorder.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SSH_ORIGINAL_COMMAND": "rsync --server --sender -x . y"}
+    answer = subprocess.run([str(target)], env=env, capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == f"2:{hostile}"
+    assert not (tmp_path / "broken").exists()
