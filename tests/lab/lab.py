@@ -10,6 +10,7 @@ point: each step looks at what is there.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import http.client
 import os
@@ -196,8 +197,20 @@ def download(target: Path, requirements: Path, python: str) -> None:
     marker.touch()
 
 
+def lock() -> None:
+    """Let one `up` work at a time on this checkout; the lock goes with the process."""
+    LAB.mkdir(exist_ok=True)
+    handle = os.open(LAB / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise LabError(f"another run works on this lab (lock {LAB / 'lock'}); wait for it") from error
+
+
 def up() -> None:
-    """From nothing to a tested endpoint."""
+    """Everything up to running, empty nodes."""
+    if (os.uname().sysname, os.uname().machine) != ("Linux", "x86_64"):
+        raise LabError(f"{os.uname().sysname} on {os.uname().machine} found; the lab needs Linux on x86_64")
     LAB.mkdir(exist_ok=True)
     tools = {"rsync": "rsync", "ssh": "openssh-client"}
     if os.geteuid() == 0:
@@ -269,6 +282,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         if args.command in ("up", "create"):
+            lock()
             up()
             if args.command == "up":
                 playbook("site.yml")
