@@ -211,7 +211,6 @@ def up() -> None:
     """Everything up to running, empty nodes."""
     if (os.uname().sysname, os.uname().machine) != ("Linux", "x86_64"):
         raise LabError(f"{os.uname().sysname} on {os.uname().machine} found; the lab needs Linux on x86_64")
-    LAB.mkdir(exist_ok=True)
     tools = {"rsync": "rsync", "ssh": "openssh-client"}
     if os.geteuid() == 0:
         tools["mmdebstrap"] = "mmdebstrap"
