@@ -92,6 +92,7 @@ from typing import Any, Dict, Optional, Tuple
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.sparkwright.dsv41.plugins.module_utils import openai
+from ansible_collections.sparkwright.dsv41.plugins.module_utils.engine import RESTART
 
 
 def ask(url: str, body: Dict[str, Any], key: Optional[str], timeout: int) -> Tuple[int, str]:
@@ -130,10 +131,10 @@ def main() -> None:
         with open(params["key_file"], encoding="utf-8", errors="replace") as stream:
             key = stream.read().strip()
     except OSError as error:
-        module.fail_json(msg=f"cannot read the API key: {error}; repair: --tags engine")
+        module.fail_json(msg=f"cannot read the API key: {error}; repair: {RESTART}")
     if not openai.valid_key(key):
         # Say nothing of the content: it may be a key with something added.
-        module.fail_json(msg=f"{params['key_file']} does not hold one API key; repair: remove it, then --tags engine")
+        module.fail_json(msg=f"{params['key_file']} does not hold one API key; repair: remove it, then {RESTART}")
     url = f"{params['url']}/chat/completions"
     body = openai.chat_request(params["model"], params["prompt"], params["max_tokens"])
     refused, _text = ask(url, body, None, params["timeout_s"])
@@ -142,7 +143,8 @@ def main() -> None:
     seconds = round(time.monotonic() - started, 2)
     problems = openai.problems(refused, status, text, params["expect"])
     if problems:
-        msg = f"{url}: {'; '.join(problems)}; repair: --tags engine"
+        # Ranks that run the plan are left alone by --tags engine, and an engine reads its key only when it starts.
+        msg = f"{url}: {'; '.join(problems)}; repair: {RESTART}"
         module.fail_json(msg=msg, answer=text[:2000], seconds=seconds)
     answer = openai.answer_text(text).strip()
     curl = openai.curl_command(url, body, params["key_command"])

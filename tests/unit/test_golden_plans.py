@@ -1,0 +1,65 @@
+# Copyright (c) Sparkwright contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The whole plan of every inventory, compared with a file, so that a change of a plan is seen and meant.
+
+SPARKWRIGHT_UPDATE_PLANS=1 writes the files anew; read the difference before committing it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from pathlib import Path
+
+import ansible_cli
+import pytest
+
+PLANS = Path(__file__).parents[1] / "fixtures/plans"
+INVENTORIES = {"lab-2": "inventory/lab"}
+
+# Resolves the plan as every playbook does, and writes it to a file on this machine.
+PLAYBOOK = f"""
+- ansible.builtin.import_playbook: {ansible_cli.ROOT}/playbooks/_prelude.yml
+
+- hosts: sparks
+  gather_facts: false
+  tasks:
+    - ansible.builtin.copy:
+        content: "{{{{ recipe_plan | to_json }}}}"
+        dest: "{{{{ plan_file }}}}"
+        mode: "0600"
+      delegate_to: localhost
+      run_once: true
+"""
+
+
+def plan_of(inventory: str, directory: Path) -> str:
+    """The plan as text, without what depends on the sources of the image and on where the project lies."""
+    playbook, written = directory / "plan.yml", directory / "plan.json"
+    playbook.write_text(PLAYBOOK)
+    done = ansible_cli.run("playbook", playbook, "-i", inventory, "-e", f"plan_file={written}")
+    assert done.returncode == 0, done.stdout
+    text = json.dumps(json.loads(written.read_text()), indent=1, sort_keys=True)
+    text = re.sub(r'("name": "sparkwright/[^:"]+):[0-9a-f]{12}"', r'\1:TAG"', text)
+    return re.sub(re.escape(str(ansible_cli.ROOT)), "PROJECT", text) + "\n"
+
+
+@pytest.mark.parametrize("name", INVENTORIES)
+def test_the_plan_is_the_golden_one(name: str, tmp_path: Path) -> None:
+    golden = PLANS / f"{name}.json"
+    found = plan_of(INVENTORIES[name], tmp_path)
+    if os.environ.get("SPARKWRIGHT_UPDATE_PLANS") == "1":
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(found)
+    wanted = golden.read_text()
+    names = (f"{golden.name} (golden)", f"the plan of {INVENTORIES[name]} now")
+    difference = difflib.unified_diff(wanted.splitlines(), found.splitlines(), *names, lineterm="")
+    assert found == wanted, "\n".join(["the plan has changed:", *difference])
+
+
+def test_every_inventory_has_a_golden_plan() -> None:
+    here = {str(path.parent.relative_to(ansible_cli.ROOT)) for path in ansible_cli.ROOT.glob("inventory/*/hosts.yml")}
+    assert set(INVENTORIES.values()) == here
+    assert {path.stem for path in PLANS.glob("*.json")} == set(INVENTORIES)
