@@ -150,7 +150,7 @@ def test_values_that_are_templates(tmp_path: Path) -> None:
         "spark_bind_address": "{{ hostvars[groups['spark_head'][0]].ansible_host }}",
         "spark_data_dir": "/srv/{{ spark_cluster }}",
     }
-    hosts = {
+    hosts: dict[str, Any] = {
         f"spark{n}": {"ansible_host": f"10.76.0.{n}", "rail": f"10.77.0.{n}", "spark_fabric_address": GONE}
         for n in (1, 2)
     }

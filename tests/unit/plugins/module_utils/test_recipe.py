@@ -24,7 +24,7 @@ PER_RANK = {"--node-rank", "--host", "--port", "--headless"}
 GONE = object()
 
 
-def hosts(count: int = 2, **variables: Any) -> dict[str, dict[str, Any]]:
+def hosts(count: int = 2, /, **variables: Any) -> dict[str, dict[str, Any]]:
     base = {"spark_cluster": "lab", "spark_recipe": "lab", **variables}
     return {f"spark{n}": {**base, "spark_fabric_address": f"10.77.0.{n}"} for n in range(1, count + 1)}
 
