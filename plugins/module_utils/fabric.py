@@ -134,9 +134,10 @@ def ports_to_dicts(ports: List[Port]) -> List[Dict[str, Any]]:
     return [asdict(port) for port in ports]
 
 
-def select(info: Mapping[str, Any], address: str, host: str) -> Tuple[Dict[str, Any], List[Finding]]:
+def select(info: Mapping[str, Any], address: str, host: str, rdma: bool = True) -> Tuple[Dict[str, Any], List[Finding]]:
     """The rail that carries a fabric address: socket interface, MTU, HCAs in NCCL's exact form, GID index per HCA.
 
+    With `rdma` a node without any RDMA port is a finding: NCCL would fall back to TCP without a word.
     Only an ACTIVE port with a RoCE v2 GID equal to the address, on the device that owns the address, is taken.
     """
     findings: List[Finding] = []
@@ -158,6 +159,9 @@ def select(info: Mapping[str, Any], address: str, host: str) -> Tuple[Dict[str, 
                 findings.append(Finding("fabric.port_state", host, found, "ACTIVE", "check cable and peer"))
                 continue
             rails.setdefault(f"{port['hca']}:{port['port']}", gid["index"])
+    if rdma and not info["ports"]:
+        needed = f"an RDMA port that carries {address}"
+        findings.append(Finding("fabric.rdma", host, "no RDMA device", needed, "load the driver; check `rdma link`"))
     if info["ports"] and not rails and not findings:
         table = "; ".join(
             f"{port['hca']} {gid['index']} {gid['gid']} {gid['type']} {gid['netdev']}"

@@ -30,6 +30,10 @@ options:
     description: Name of this node in findings.
     type: str
     required: true
+  rdma:
+    description: Whether a node without an RDMA device is a finding.
+    type: bool
+    default: true
   sysfs_root:
     description: Where sysfs is mounted.
     type: path
@@ -76,6 +80,7 @@ def main() -> None:
         argument_spec={
             "address": {"type": "str", "required": True},
             "host": {"type": "str", "required": True},
+            "rdma": {"type": "bool", "default": True},
             "sysfs_root": {"type": "path", "default": "/sys"},
         },
         supports_check_mode=True,
@@ -88,7 +93,7 @@ def main() -> None:
         "ports": fabric.ports_to_dicts(fabric.read_ports(root)),
         "interfaces": fabric.read_interfaces(root, json.loads(out or "[]")),
     }
-    chosen, findings = fabric.select(info, module.params["address"], module.params["host"])
+    chosen, findings = fabric.select(info, module.params["address"], module.params["host"], module.params["rdma"])
     module.exit_json(changed=False, fabric=chosen, findings=[finding.to_dict() for finding in findings], **info)
 
 

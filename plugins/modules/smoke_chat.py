@@ -137,7 +137,10 @@ def main() -> None:
         module.fail_json(msg=f"{params['key_file']} does not hold one API key; repair: remove it, then {RESTART}")
     url = f"{params['url']}/chat/completions"
     body = openai.chat_request(params["model"], params["prompt"], params["max_tokens"])
-    refused, _text = ask(url, body, None, params["timeout_s"])
+    # /invocations generates too, and is outside of /v1.
+    server = params["url"].removesuffix("/v1")
+    paths = {"/v1/chat/completions": url, "/invocations": f"{server}/invocations"}
+    refused = {path: ask(place, body, None, params["timeout_s"])[0] for path, place in paths.items()}
     started = time.monotonic()
     status, text = ask(url, body, key, params["timeout_s"])
     seconds = round(time.monotonic() - started, 2)

@@ -25,14 +25,14 @@ class Outcome:
     def recap(self, field: str) -> dict[str, int]:
         """A column of the recap (changed, failed, ...) per host."""
         rows = re.findall(rf"^(\S+)\s+: ok=.*?\b{field}=(\d+)", self.output, re.MULTILINE)
-        return {host: int(count) for host, count in rows}
+        return {host: int(count) for host, count in rows if host != "localhost"}
 
 
 class Lab:
     root = ROOT
 
-    def playbook(self, name: str, *args: str, timeout: int = 600) -> Outcome:
-        command = ["ansible-playbook", name, "-i", "inventory/lab", *args]
+    def playbook(self, name: str, *args: str, inventory: str = "inventory/lab", timeout: int = 600) -> Outcome:
+        command = ["ansible-playbook", name, *(["-i", inventory] if inventory else []), *args]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
         return Outcome(done.returncode, done.stdout + done.stderr)
 

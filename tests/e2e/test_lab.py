@@ -96,6 +96,27 @@ def test_an_unreachable_node_is_a_finding(lab: Lab) -> None:
     assert lab.playbook("playbooks/status.yml").rc == 0
 
 
+def test_what_can_be_stopped_is_stopped(lab: Lab) -> None:
+    lab.engine("containers/sparkwright-lab-spark2/pause")
+    try:
+        stop = lab.playbook("playbooks/stop.yml", "--timeout", "5")
+    finally:
+        lab.engine("containers/sparkwright-lab-spark2/unpause")
+    assert stop.rc != 0 and "Not reached, and perhaps still running: spark2" in stop.output
+    assert not lab.ssh("spark1", "docker ps -aq").strip()
+    # A rank of an earlier order of hosts is ours too.
+    lab.ssh("spark1", "docker create --name stray --label sparkwright.cluster=lab $(docker image ls -q | head -n 1)")
+    assert lab.playbook("playbooks/start.yml").rc == 0
+    assert lab.ssh("spark1", "docker ps -a --format '{{.Names}}'").split() == ["sparkwright-lab-r0"]
+
+
+def test_an_inventory_without_a_cluster_is_not_a_success(lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "hosts.yml").write_text("all: {children: {sparks: {hosts: {a: {}}}}}\n")
+    for inventory in (tmp_path / "hosts.yml", tmp_path / "mistyped"):
+        outcome = lab.playbook("site.yml", "-i", str(inventory), inventory="")
+        assert outcome.rc != 0 and "needed one head" in outcome.output
+
+
 def test_a_part_of_the_ranks_is_refused(lab: Lab) -> None:
     outcome = lab.playbook("site.yml", "--tags", "engine", "--limit", "spark2")
     assert outcome.rc != 0 and "starts and stops on all 2 ranks together" in outcome.output

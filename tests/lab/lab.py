@@ -260,8 +260,9 @@ def down() -> None:
                 time.sleep(0.5)
             else:
                 raise LabError(f"dockerd (pid {pid}) does not stop; see {ENGINE}/log")
-    for mounted in Path("/proc/mounts").read_text().split():
-        if mounted.startswith(f"{exec_root()}/"):
+    # What dockerd mounted for itself and may leave.
+    for mounted in reversed(Path("/proc/mounts").read_text().split()):
+        if mounted.startswith((f"{exec_root()}/", f"{ENGINE}/")):
             subprocess.run(["umount", "--lazy", mounted], check=False)
     for directory in (exec_root(), LAB, VENV):
         if directory.exists():

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-URL = "http://10.76.0.11:8000/v1/chat/completions"
+SERVER = "http://10.76.0.11:8000/"
+URL = f"{SERVER}v1/chat/completions"
 BODY = json.dumps({"model": "arith-exl3", "messages": [{"role": "user", "content": "%s"}], "temperature": 0})
 
 
@@ -31,8 +32,16 @@ def test_it_multiplies(head, a, b):
     assert answer.strip() == str(a * b)
 
 
-def test_a_wrong_key_is_refused(head):
-    assert head.run("python3 -c %s", f"import urllib.request as u; u.urlopen({URL!r}, b'{{}}')").rc != 0
+@pytest.mark.parametrize("path", ["v1/chat/completions", "v1/models", "invocations", "tokenize", "metrics", "docs"])
+@pytest.mark.parametrize("key", ["", "sk-wrong"])
+def test_nothing_is_open_without_the_key(head, path, key):
+    code = (
+        "import sys,urllib.error,urllib.request as u\n"
+        f"request = u.Request({SERVER!r} + sys.argv[1], headers={{'Authorization': 'Bearer ' + sys.argv[2]}})\n"
+        "try: print(u.urlopen(request).status)\n"
+        "except urllib.error.HTTPError as error: print(error.code)"
+    )
+    assert head.check_output("python3 -c %s %s %s", code, path, key) == "401"
 
 
 def test_it_listens_on_the_chosen_address_only(head):

@@ -137,7 +137,6 @@ MGMT, RAIL = net("enP7s7", "10.0.0.2", mtu=1500), net("enp1s0f1np1", "192.168.17
             {"bond:1": 5},
             id="a second address and a second entry",
         ),
-        pytest.param([], [RAIL], "192.168.177.11", "enp1s0f1np1", {}, id="no RDMA at all"),
     ],
 )
 def test_select(
@@ -147,7 +146,15 @@ def test_select(
     assert lines == []
     assert (chosen["socket_interface"], chosen["gids"], chosen["address"]) == (interface, gids, address)
     # R5: "=" asks NCCL for exact names.
-    assert chosen["hcas"] == ("=" + ",".join(gids) if gids else "")
+    assert chosen["hcas"] == "=" + ",".join(gids)
+
+
+def test_no_rdma_is_a_finding_where_it_is_needed() -> None:
+    info = {"ports": [], "interfaces": [RAIL]}
+    (finding,) = fabric.select(info, "192.168.177.11", "spark1")[1]
+    assert (finding.id, finding.found) == ("fabric.rdma", "no RDMA device")
+    chosen, findings = fabric.select(info, "192.168.177.11", "spark1", rdma=False)
+    assert not findings and (chosen["socket_interface"], chosen["hcas"]) == ("enp1s0f1np1", "")
 
 
 @pytest.mark.parametrize(

@@ -47,23 +47,28 @@ def test_the_request_is_deterministic() -> None:
         (401, 0, "timed out", ["no answer: timed out"]),
         (0, 0, "Connection refused", ["no answer: Connection refused"]),
         # C3, C4: the key must be needed, whatever the answer is.
-        (200, 200, completion("323"), ["a request without the API key was answered with 200; needed 401"]),
-        (404, 200, completion("323"), ["a request without the API key was answered with 404; needed 401"]),
-        (0, 200, completion("323"), ["a request without the API key got no answer; needed 401"]),
+        (200, 200, completion("323"), ["a request to /v1 without the API key was answered with 200; needed 401"]),
+        (404, 200, completion("323"), ["a request to /v1 without the API key was answered with 404; needed 401"]),
+        (0, 200, completion("323"), ["a request to /v1 without the API key got no answer; needed 401"]),
         (
             200,
             0,
             "timed out",
-            ["a request without the API key was answered with 200; needed 401", "no answer: timed out"],
+            ["a request to /v1 without the API key was answered with 200; needed 401", "no answer: timed out"],
         ),
     ],
 )
 def test_problems(without_key: int, status: int, body: str, expected: list[str]) -> None:
-    assert openai.problems(without_key, status, body, "323") == expected
+    assert openai.problems({"/v1": without_key}, status, body, "323") == expected
+
+
+def test_every_open_path_is_named() -> None:
+    found = openai.problems({"/v1": 401, "/invocations": 200}, 200, completion("323"), "323")
+    assert found == ["a request to /invocations without the API key was answered with 200; needed 401"]
 
 
 def test_a_long_answer_is_cut() -> None:
-    (problem,) = openai.problems(401, 500, "x" * 100_000, "323")
+    (problem,) = openai.problems({"/v1": 401}, 500, "x" * 100_000, "323")
     assert len(problem) < 300
 
 
@@ -86,6 +91,6 @@ def test_valid_key(key: str, valid: bool) -> None:
 def test_the_command_line_reads_the_key_when_it_runs() -> None:
     body = openai.chat_request("m", "What's 17*19?", 8)
     command = openai.curl_command("http://h:1/v1/chat/completions", body, "cat /key")
-    assert '"Authorization: Bearer $(cat /key)"' in command
+    assert command.startswith("cat /key | ") and " -H @- " in command
     words = shlex.split(command)
     assert json.loads(words[-1]) == body

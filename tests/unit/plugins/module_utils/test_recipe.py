@@ -20,7 +20,7 @@ LAB = yaml.safe_load((FILES / "recipes/lab.yml").read_text())
 ENGINE = yaml.safe_load((FILES / "engines/vllm.yml").read_text())
 IMAGE = {"name": "sparkwright/x:0123456789ab", "base_archive": "/a", "wheelhouse": "/w"}
 FABRIC = {"socket_interface": "enp1s0f0np0", "hcas": "=rocep1s0f0:1"}
-PER_RANK = {"--node-rank", "--host", "--port", "--headless"}
+PER_RANK = {"--node-rank", "--host", "--port", "--middleware", "--headless"}
 GONE = object()
 
 

@@ -109,11 +109,16 @@ def test_a_right_answer(smoke: Callable[..., Any], endpoint: Endpoint, monkeypat
     assert not result.get("failed")
     assert result["answer"] == "323"
     (line,) = result["summary"]
-    assert line.startswith("PASS: 17*19 = 323 in ") and "$(cat /key)" in line
-    # C3: first without the key, then with it; the same question both times.
-    (path, first, body), (_, second, again) = endpoint.seen
-    assert (path, first, second) == ("/v1/chat/completions", "", f"Bearer {KEY}")
-    assert body == again and body["temperature"] == 0 and body["model"] == "arith-exl3"
+    assert line.startswith("PASS: 17*19 = 323 in ") and "cat /key | " in line
+    # C3, C4: first without the key, on both paths that generate, then with it; the same question each time.
+    assert [(path, given) for path, given, _ in endpoint.seen] == [
+        ("/v1/chat/completions", ""),
+        ("/invocations", ""),
+        ("/v1/chat/completions", f"Bearer {KEY}"),
+    ]
+    bodies = [body for _, _, body in endpoint.seen]
+    assert bodies[0] == bodies[1] == bodies[2]
+    assert bodies[0]["temperature"] == 0 and bodies[0]["model"] == "arith-exl3"
 
 
 @pytest.mark.parametrize(
