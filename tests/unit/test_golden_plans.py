@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole plan of every inventory, compared with a file, so that a change of a plan is seen and meant.
 
-SPARKWRIGHT_UPDATE_PLANS=1 writes the files anew; read the difference before committing it.
+SPARKWRIGHT_UPDATE_GOLDEN=1 writes the files anew; read the difference before committing it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def plan_of(inventory: str, directory: Path) -> str:
 def test_the_plan_is_the_golden_one(name: str, tmp_path: Path) -> None:
     golden = PLANS / f"{name}.json"
     found = plan_of(INVENTORIES[name], tmp_path)
-    if os.environ.get("SPARKWRIGHT_UPDATE_PLANS") == "1":
+    if os.environ.get("SPARKWRIGHT_UPDATE_GOLDEN") == "1":
         golden.parent.mkdir(exist_ok=True)
         golden.write_text(found)
     wanted = golden.read_text()
