@@ -1,6 +1,7 @@
 """What runs on a node is what the plan prints for it."""
 
 import json
+import os
 import re
 import subprocess
 from functools import cache
@@ -12,13 +13,15 @@ ROOT = Path(__file__).parents[3]
 @cache
 def printed_plan() -> list[str]:
     command = ["ansible-playbook", "playbooks/plan.yml", "-i", "inventory/lab"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    # YAML would wrap long lines.
+    env = {**os.environ, "ANSIBLE_CALLBACK_RESULT_FORMAT": "json"}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 def printed(host: str, kind: str) -> list[str]:
     """Values that the plan prints for one host, without their sources."""
     values, ours = [], False
-    for line in (line.strip("- '\"") for line in printed_plan()):
+    for line in (line.strip(' ",') for line in printed_plan()):
         if line.startswith("rank "):
             ours = f" on {host} " in line
         elif ours and re.match(rf"{kind}\s", line):
