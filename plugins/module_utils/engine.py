@@ -10,7 +10,6 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence
 from ansible_collections.sparkwright.dsv41.plugins.module_utils.findings import Finding
 
 PLAN_LABEL = "sparkwright.plan"
-CLUSTER_LABEL = "sparkwright.cluster"
 START = "ansible-playbook playbooks/start.yml -i INVENTORY"
 RESTART = "ansible-playbook playbooks/restart.yml -i INVENTORY"
 # Samples in a row that may fail before a rank counts as lost: a node that loads weights can be slow to answer.
