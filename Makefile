@@ -3,7 +3,7 @@
 # `make lab`: two Spark-like nodes on this machine, deployed and tested. `make test`: everything CI runs.
 PYTHON ?= python3
 
-.PHONY: lab lab-down test lint unit
+.PHONY: lab lab-down test lint unit acceptance
 
 lab:
 	@$(PYTHON) tests/lab/lab.py up
@@ -14,5 +14,6 @@ lab-down:
 test:
 	@$(PYTHON) tests/run.py
 
-lint unit:
+# acceptance: two virtual machines with kernels of their own.
+lint unit acceptance:
 	@$(PYTHON) tests/run.py $@

@@ -19,9 +19,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LAB = [sys.executable, "tests/lab/lab.py"]
+SCRIPTS = ["tests/lab/lab.py", "tests/run.py", "tests/acceptance/vm.py", "tests/acceptance/record.py"]
 ROLES = sorted(path.name for path in (ROOT / "roles").iterdir() if path.is_dir())
 # The order of deploy.yml: a role's scenario needs what the roles before it left.
-ORDER = ["preflight", "fabric", "peers", "weights", "weight_sync", "image", "engine", "recipe", "smoke"]
+ORDER = ["preflight", "fabric", "peers", "weights", "weight_sync", "image", "engine", "recipe", "smoke", "doctor"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ PARTS = [
     Part("controller", [*LAB, "venv"], 600, inside=False),
     Part("ruff", ["ruff", "check", "."], 60),
     Part("format", ["ruff", "format", "--check", "."], 60),
-    Part("mypy", ["mypy", "plugins", "kernels/src", "tests/lab/lab.py", "tests/run.py", "tests/support"], 300),
+    Part("mypy", ["mypy", "plugins", "kernels/src", *SCRIPTS, "tests/support"], 300),
     Part("yamllint", ["yamllint", "."], 120),
     Part("ansible-lint", ["ansible-lint", "--nocolor"], 600),
     Part("unit", ["pytest", "tests/unit", "tests/render"], 900),
@@ -53,8 +54,13 @@ PARTS = [
     Part("e2e", ["pytest", "tests/e2e/test_lab.py"], 1800),
     *molecule(),
     Part("engine", ["pytest", "tests/e2e/test_engine_suite.py"], 900),
+    Part("acceptance", ["pytest", "tests/acceptance"], 1800),
 ]
-GROUPS = {"lint": ["controller", "ruff", "format", "mypy", "yamllint", "ansible-lint"], "unit": ["controller", "unit"]}
+GROUPS = {
+    "lint": ["controller", "ruff", "format", "mypy", "yamllint", "ansible-lint"],
+    "unit": ["controller", "unit"],
+    "acceptance": ["controller", "acceptance"],
+}
 
 
 def run(part: Part) -> bool:

@@ -14,7 +14,7 @@ from ansible import constants
 from ansible.errors import AnsibleConnectionFailure
 from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
-from ansible_collections.sparkwright.dsv41.plugins.module_utils import engine
+from ansible_collections.sparkwright.dsv41.plugins.module_utils import engine, fabric_logs
 
 # Ranks start their wait together; one that has not written a sample by then is judged without.
 _PEERS_S = 60
@@ -68,6 +68,7 @@ class ActionModule(ActionBase):
             time.sleep(args["interval_s"])
         result.update(changed=False, verdict=verdict.state, seconds=round(elapsed, 1), msg=verdict.reason)
         if verdict.state != "ready":
+            result["msg"] = "\n".join([verdict.reason, *_meaning(samples)])
             _write(share / f"{rank}.json", {**mine, "verdict": asdict(verdict)})
             result["failed"] = True
         return result
@@ -85,6 +86,15 @@ class ActionModule(ActionBase):
         if "state" not in answer:
             return {**last, "lost": last.get("lost", 0) + 1, "error": str(answer.get("msg"))}
         return {**answer["state"], "interval_s": args["interval_s"]}
+
+
+def _meaning(samples: dict[int, Sample]) -> list[str]:
+    """What the errors in the ranks' logs mean, with what repairs them."""
+    return [
+        finding.line()
+        for sample in samples.values()
+        for finding in fabric_logs.match(sample.get("log_tail") or [], str(sample.get("host")))
+    ]
 
 
 def _write(path: Path, sample: Sample) -> None:

@@ -17,7 +17,7 @@ options:
     elements: str
     required: true
   recipe_directory:
-    description: Directory that holds C(recipes/) and C(engines/).
+    description: Directory that holds C(recipes/), C(engines/) and C(fabric.yml).
     type: path
     required: true
   images_directory:
@@ -115,8 +115,9 @@ class LookupModule(LookupBase):
             Path(self.get_option("kernels_directory")),
             values,
         )
-        problems += more
+        fabric, unreadable = _read(directory, "data file", "fabric")
+        problems += more + unreadable
         if problems:
             return [{"plan": None, "problems": problems + recipe.problems(data, hosts)}]
-        plan, problems = recipe.resolve(data, engine, hosts, image, load_extra_vars(self._loader))
+        plan, problems = recipe.resolve(data, engine, hosts, image, fabric, load_extra_vars(self._loader))
         return [{"plan": plan.to_dict() if plan else None, "problems": problems}]

@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
+from ansible_collections.sparkwright.dsv41.plugins.module_utils.cabling import TOPOLOGIES
+
 REQUIRED = object()
 
 
@@ -66,10 +68,50 @@ def _mapping(value: Any) -> Optional[str]:
     return None if isinstance(value, Mapping) else "needed a mapping"
 
 
+def _topology(value: Any) -> Optional[str]:
+    return None if value == "" or value in TOPOLOGIES else f"needed one of {', '.join(TOPOLOGIES)}"
+
+
+def _gid_index(value: Any) -> Optional[str]:
+    return None if re.fullmatch(r"[0-9]{1,4}", str(value)) else "needed the index of a GID, a whole number"
+
+
+def port_address(value: Any) -> Optional[str]:
+    """What is wrong with the address of a fabric port, as a.b.c.d/prefix."""
+    try:
+        interface = ipaddress.IPv4Interface(str(value))
+    except ValueError:
+        return "needed an IPv4 address with its prefix, a.b.c.d/24"
+    network = interface.network
+    if "/" not in str(value) or network.prefixlen > 31:
+        return "needed an IPv4 address with its prefix, a.b.c.d/24"
+    if network.prefixlen < 31 and interface.ip in (network.network_address, network.broadcast_address):
+        return f"needed the address of a host in {network}"
+    return _fabric_address(interface.ip)
+
+
+def _rails(value: Any) -> Optional[str]:
+    if not isinstance(value, list):
+        return "needed a list of {netdev: NAME, address: a.b.c.d/24}"
+    for rail in value:
+        if not isinstance(rail, Mapping) or not set(rail) <= {"netdev", "address"}:
+            return f"{rail!r} has other keys than netdev and address"
+        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,15}", str(rail.get("netdev", ""))):
+            return f"netdev {rail.get('netdev', '')!r} is no name of a network device"
+        wrong = port_address(rail["address"]) if "address" in rail else None
+        if wrong:
+            return f"{rail['netdev']}: {wrong}"
+    names = [str(rail["netdev"]) for rail in value]
+    return None if len(set(names)) == len(names) else "a network device is named twice"
+
+
 VARIABLES: Dict[str, Variable] = {
     "spark_cluster": Variable("name", REQUIRED, _name),
     "spark_recipe": Variable("name", REQUIRED, _name),
-    "spark_fabric_address": Variable("IPv4 address", REQUIRED, _fabric_address, per_host=True),
+    "spark_fabric_topology": Variable("topology", "", _topology),
+    "spark_fabric_address": Variable("IPv4 address", "", _fabric_address, per_host=True),
+    "spark_fabric_rails": Variable("list of ports and addresses", [], _rails, per_host=True),
+    "spark_fabric_gid_index": Variable("index", None, _gid_index, per_host=True),
     "spark_bind_address": Variable("IPv4 address", "127.0.0.1", _address),
     "spark_api_port": Variable("port", 8000, _port),
     "spark_rendezvous_port": Variable("port", 29521, _port),
@@ -84,7 +126,7 @@ VARIABLES: Dict[str, Variable] = {
 
 # Names that users bring from older releases and other tools, and what to write instead.
 REMOVED: Dict[str, str] = {
-    "spark_gid_index": "nothing: NCCL chooses the GID; to pin one set NCCL_IB_GID_INDEX in spark_recipe_overrides.env",
+    "spark_gid_index": "nothing: NCCL chooses the GID; to pin one set spark_fabric_gid_index of the host",
     "spark_head_ip": "spark_fabric_address of the head",
     "spark_worker_ip": "spark_fabric_address of the worker",
 }
@@ -97,7 +139,8 @@ def check(hosts: Mapping[str, Mapping[str, Any]]) -> Tuple[Dict[str, Any], Dict[
     """
     problems: List[str] = []
     cluster: Dict[str, Any] = {}
-    per_host: Dict[str, Dict[str, Any]] = {host: {} for host in hosts}
+    stated = {name: variable.default for name, variable in VARIABLES.items() if variable.per_host}
+    per_host: Dict[str, Dict[str, Any]] = {host: dict(stated) for host in hosts}
     for name in sorted({key for values in hosts.values() for key in values} - set(VARIABLES)):
         if name in REMOVED:
             problems.append(f"{name} was removed; use {REMOVED[name]}")
@@ -106,17 +149,15 @@ def check(hosts: Mapping[str, Mapping[str, Any]]) -> Tuple[Dict[str, Any], Dict[
         problems.append(f"{name} is not a known variable" + (f"; did you mean {near[0]}?" if near else ""))
     for name, variable in VARIABLES.items():
         found = {host: values[name] for host, values in hosts.items() if name in values}
-        for host in hosts:
-            if host not in found and variable.default is REQUIRED and variable.per_host:
-                problems.append(f"{host}: {name} is missing; needed {variable.kind}")
-        if not found and variable.default is REQUIRED and not variable.per_host:
+        if not found and variable.default is REQUIRED:
             problems.append(f"{name} is missing; needed {variable.kind} in inventory group_vars/all")
         for host, value in found.items():
             wrong = variable.check(value)
             if wrong and (variable.per_host or host == next(iter(found))):
                 where = f"{host}: " if variable.per_host else ""
                 problems.append(f"{where}{name} is {value!r}; {wrong}")
-            per_host[host][name] = value
+            if variable.per_host:
+                per_host[host][name] = value
         if not variable.per_host:
             if len({repr(value) for value in found.values()}) > 1:
                 problems.append(f"{name} differs between hosts; it belongs to the cluster (group_vars/all)")
@@ -124,8 +165,8 @@ def check(hosts: Mapping[str, Mapping[str, Any]]) -> Tuple[Dict[str, Any], Dict[
                 only = ", ".join(found)
                 problems.append(f"{name} is set for {only} only; it belongs to the cluster (group_vars/all)")
             cluster[name] = next(iter(found.values())) if found else variable.default
-    addresses = [str(values.get("spark_fabric_address")) for values in per_host.values()]
-    for address in sorted({address for address in addresses if addresses.count(address) > 1 and address != "None"}):
+    held = [str(values["spark_fabric_address"]) for values in per_host.values() if values["spark_fabric_address"]]
+    for address in sorted({address for address in held if held.count(address) > 1}):
         problems.append(f"spark_fabric_address {address} is used by more than one host")
     if str(cluster["spark_api_port"]) == str(cluster["spark_rendezvous_port"]):
         problems.append(f"spark_api_port and spark_rendezvous_port are both {cluster['spark_api_port']}")

@@ -12,7 +12,10 @@ SEVERITIES = ("error", "warning", "info")
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found on a host, what is needed there, and what repairs it (a command or a tag of site.yml)."""
+    """What was found on a host, what is needed there, and what repairs it (a command or a tag of site.yml).
+
+    `evidence` is what was seen in full, such as a table or lines of a log.
+    """
 
     id: str
     host: str
@@ -20,6 +23,7 @@ class Finding:
     needed: str
     repair: str
     severity: str = "error"
+    evidence: str = ""
 
     def __post_init__(self) -> None:
         if self.severity not in SEVERITIES:
@@ -33,7 +37,36 @@ class Finding:
         return f"{self.host}: [{self.id}] found {self.found}; needed {self.needed}; repair: {self.repair}"
 
 
+def gather(results: Mapping[str, Mapping[str, Any]], hosts: Iterable[str]) -> List[Dict[str, Any]]:
+    """The findings in the results that Ansible registered, by host; a host that gave none is a finding itself."""
+    found: List[Dict[str, Any]] = []
+    for host in hosts:
+        result = results.get(host, {"unreachable": True})
+        if "findings" in result:
+            found += result["findings"]
+        elif result.get("unreachable"):
+            why = str(result.get("msg") or "no answer").strip().splitlines()[-1]
+            found.append(Finding("node.unreachable", host, why, "SSH access", "check power and network").to_dict())
+        else:
+            why = str(result.get("msg", "no result"))
+            found.append(Finding("node.check", host, why, "a check that runs", "see the error").to_dict())
+    return found
+
+
+def unique(findings: Iterable[Mapping[str, Any]]) -> List[Dict[str, Any]]:
+    """Findings without repetition; an unreachable host is told once."""
+    seen: Dict[Any, Dict[str, Any]] = {}
+    for finding in findings:
+        key = (finding["host"], finding["id"], "" if finding["id"] == "node.unreachable" else finding["found"])
+        seen.setdefault(key, dict(finding))
+    return list(seen.values())
+
+
 def lines(findings: Iterable[Mapping[str, Any]], severity: str = "error") -> List[str]:
-    """Lines of all findings of one severity, in host order."""
-    chosen = [Finding(**finding) for finding in findings if finding.get("severity", "error") == severity]
-    return [finding.line() for finding in sorted(chosen, key=lambda finding: (finding.host, finding.id))]
+    """Lines of all findings of one severity, in host order; evidence follows its finding, indented."""
+    chosen = [Finding(**finding) for finding in unique(findings) if finding.get("severity", "error") == severity]
+    return [
+        line
+        for finding in sorted(chosen, key=lambda finding: (finding.host, finding.id))
+        for line in (finding.line(), *(f"    {row}" for row in finding.evidence.splitlines()))
+    ]

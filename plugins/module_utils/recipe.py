@@ -16,9 +16,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Collection, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ansible_collections.sparkwright.dsv41.plugins.module_utils import cluster as variables
+from ansible_collections.sparkwright.dsv41.plugins.module_utils.cabling import TOPOLOGIES
 
-# Placeholders that are filled on the node, from its fabric facts.
-DISCOVERED = ("socket_interface", "hcas")
+# Placeholders that are filled from the fabric facts of the rank. The addresses are only where the inventory has none.
+DISCOVERED = ("socket_interface", "hcas", "hca_names", "gid_index", "address", "head_address")
 
 _NUMBER = (int, float)
 _CONTAINER = {
@@ -30,11 +31,15 @@ _CONTAINER = {
     "oom_score_adj": int,
     "stop_timeout_s": int,
 }
+# The topology of two nodes where none is stated.
+_TWO_NODES = "direct2"
 _MEMORY = {"weights_gib": _NUMBER, "kv_gib": _NUMBER, "runtime_gib": _NUMBER, "margin_gib": _NUMBER}
 _READY = {"deadline_s": int, "stall_s": int}
 _SMOKE = {"prompt": str, "expect": str, "max_tokens": int}
+_FABRIC = {"topology": str, "rdma": bool, "mtu": int, "min_rails": int, "max_rails": int}
 # Sections that overlays and overrides may change; None: any key, scalar values (null unsets).
 _MERGED: Dict[str, Optional[Mapping[str, Any]]] = {
+    "fabric": _FABRIC,
     "container": _CONTAINER,
     "memory": _MEMORY,
     "ready": _READY,
@@ -72,11 +77,16 @@ class Weights:
 
 @dataclass(frozen=True)
 class Rank:
-    """What runs on one host. Values in braces are still to be found on the node."""
+    """What runs on one host. Values in braces are still to be found on the node.
+
+    `address` ("": to be found), `rails` and `gid_index` are what the inventory states about its fabric.
+    """
 
     host: str
     rank: int
     address: str
+    rails: List[Dict[str, str]]
+    gid_index: Optional[int]
     container: str
     argv: List[str]
     env: Dict[str, str]
@@ -90,6 +100,7 @@ class Plan:
     cluster: str
     recipe: str
     world_size: int
+    fabric: Dict[str, Any]
     image: Dict[str, Any]
     weights: List[Weights]
     container: Dict[str, Any]
@@ -110,7 +121,8 @@ class Plan:
 
 
 def _type_name(kind: Any) -> str:
-    return "number" if kind is _NUMBER else {str: "string", int: "whole number", list: "list", dict: "mapping"}[kind]
+    names = {str: "string", int: "whole number", bool: "true or false", list: "list", dict: "mapping"}
+    return "number" if kind is _NUMBER else names[kind]
 
 
 def _is(value: Any, kind: Any) -> bool:
@@ -148,6 +160,10 @@ def _check_section(where: str, section: str, value: Any) -> List[str]:
             problems.append(f"{where}: {section}: {_unknown(str(key), list(known))}")
         elif not _is(item, known[key]) and not (item is None and section == "container"):
             problems.append(f"{where}: {section}.{key} is {item!r}; needed a {_type_name(known[key])}")
+        elif section == "fabric" and key == "topology" and item not in TOPOLOGIES:
+            problems.append(f"{where}: fabric.topology is {item!r}; needed one of {', '.join(TOPOLOGIES)}")
+        elif section == "fabric" and isinstance(item, int) and item < 0:
+            problems.append(f"{where}: fabric.{key} is {item}; needed 0 or more")
     return problems
 
 
@@ -254,7 +270,22 @@ def problems(recipe: Mapping[str, Any], hosts: Mapping[str, Mapping[str, Any]]) 
     if len(hosts) not in allowed:
         known = ", ".join(map(str, allowed)) or "none"
         found.append(f"recipe {recipe.get('id')}: the inventory has {len(hosts)} nodes; allowed: {known}")
-    return found
+    overlay = nodes.get(len(hosts)) if isinstance(nodes, Mapping) else None
+    layers = [recipe, overlay, cluster["spark_recipe_overrides"], cluster["spark_recipe_set"]]
+    return found + _topology_problems(cluster["spark_fabric_topology"], layers, len(hosts))
+
+
+def _topology_problems(stated: str, layers: Sequence[Any], world_size: int) -> List[str]:
+    fits = [name for name, topology in TOPOLOGIES.items() if world_size in topology.nodes]
+    sections = [layer.get("fabric") for layer in layers if isinstance(layer, Mapping)]
+    topologies = [section["topology"] for section in sections if isinstance(section, Mapping) and "topology" in section]
+    # Two nodes are joined by a cable until somebody says otherwise; for more, a guess would be wrong too often.
+    topology = stated or [_TWO_NODES if world_size == 2 else "", *topologies][-1]
+    # What is no topology at all, and a number of nodes that nothing fits, are told elsewhere.
+    if not fits or topology in fits or (topology and topology not in TOPOLOGIES):
+        return []
+    found = f"is {topology}, which is not for {world_size} nodes" if topology else f"is missing for {world_size} nodes"
+    return [f"spark_fabric_topology {found}; needed one of: {', '.join(fits)}"]
 
 
 def resolve(
@@ -262,13 +293,14 @@ def resolve(
     engine: Mapping[str, Any],
     hosts: Mapping[str, Mapping[str, Any]],
     image: Mapping[str, Any],
+    fabric: Mapping[str, Any],
     extra_vars: Collection[str] = (),
 ) -> Tuple[Optional[Plan], List[str]]:
     """One plan, or every problem at once.
 
     `hosts` maps inventory hosts in rank order to their `spark_*` variables; `engine` is the data file of the engine;
-    `image` tells name and build of the image (keys of images.lock.yml plus `name`); `extra_vars` names the variables
-    that were given with -e, for the sources.
+    `image` tells name and build of the image (keys of images.lock.yml plus `name`); `fabric` is the data file of what
+    the cabling asks for; `extra_vars` names the variables that were given with -e, for the sources.
     """
 
     def origin(name: str) -> str:
@@ -289,8 +321,18 @@ def resolve(
         (origin("spark_recipe_overrides"), cluster["spark_recipe_overrides"]),
         (origin("spark_recipe_set"), cluster["spark_recipe_set"]),
     ]
-    base = (f"engine {engine['id']}", {"env": engine["env"], "args": engine_layers["all"]})
-    merged, sources = _merge([base, *layers])
+    if cluster["spark_fabric_topology"]:
+        layers.append((origin("spark_fabric_topology"), {"fabric": {"topology": cluster["spark_fabric_topology"]}}))
+    usual = ("fabric default", {"fabric": {**fabric["defaults"], "topology": _TWO_NODES}})
+    shape = _merge([usual, *layers])[0]["fabric"]
+    asked = fabric["env"].get(engine.get("collectives"), {})
+    names = ["sockets", *(["rdma", shape["topology"]] if shape["rdma"] else [])]
+    base: List[Tuple[str, Mapping[str, Any]]] = [
+        usual,
+        (f"engine {engine['id']}", {"env": engine["env"], "args": engine_layers["all"]}),
+        *((f"fabric {name}", {"env": asked.get(name, {})}) for name in names),
+    ]
+    merged, sources = _merge([*base, *layers])
     for name in ("bind_address", "api_port", "rendezvous_port", "data_dir"):
         sources[name] = origin(f"spark_{name}")
 
@@ -303,6 +345,7 @@ def resolve(
         for entry in recipe["weights"]
     ]
     addresses = {host: str(values["spark_fabric_address"]) for host, values in per_host.items()}
+    head_address = next(iter(addresses.values()))
     ranks = []
     container = {key: value for key, value in merged["container"].items() if value is not None}
     if "shm_gib" not in container:
@@ -310,13 +353,15 @@ def resolve(
     for number, host in enumerate(hosts):
         role = "head" if number == 0 else "workers"
         role_layer = (f"engine {engine['id']} {role}", {"args": engine_layers[role]})
-        args, role_sources = _merge([base, role_layer, *layers])
+        args, role_sources = _merge([*base, role_layer, *layers])
         sources.update(role_sources)
+        pin = per_host[host]["spark_fabric_gid_index"]
         values = {
             "rank": str(number),
             "world_size": str(world_size),
-            "address": addresses[host],
-            "head_address": next(iter(addresses.values())),
+            **({"address": addresses[host]} if addresses[host] else {}),
+            **({"head_address": head_address} if head_address else {}),
+            **({} if pin is None else {"gid_pin": str(pin)}),
             "rendezvous_port": str(cluster["spark_rendezvous_port"]),
             "bind_address": str(cluster["spark_bind_address"]),
             "port": str(cluster["spark_api_port"]),
@@ -327,12 +372,18 @@ def resolve(
             mounts.append({"source": f"{data_dir}/secrets", "target": "/run/secrets/sparkwright", "read_only": True})
         argv = [_fill(item, values) for item in [*engine["command"], *_argv(args["args"])]]
         env = {k: _fill(_scalar(v), values) for k, v in sorted(merged["env"].items()) if v is not None}
-        found += _unfilled("args", argv, ()) + _unfilled("env", list(env.values()), DISCOVERED)
+        # Without a pin a variable that holds one is left out: empty would be read as 0.
+        env = {key: value for key, value in env.items() if value != "{gid_pin}"}
+        found += _unfilled("args", argv, DISCOVERED) + _unfilled("env", list(env.values()), DISCOVERED)
         ranks.append(
             Rank(
                 host=host,
                 rank=number,
                 address=addresses[host],
+                rails=[
+                    {key: str(value) for key, value in rail.items()} for rail in per_host[host]["spark_fabric_rails"]
+                ],
+                gid_index=None if pin is None else int(pin),
                 container=f"sparkwright-{cluster['spark_cluster']}-r{number}",
                 argv=argv,
                 env=env,
@@ -345,6 +396,7 @@ def resolve(
         cluster=cluster["spark_cluster"],
         recipe=recipe["id"],
         world_size=world_size,
+        fabric=merged["fabric"],
         image=dict(image),
         weights=weights,
         container=container,
@@ -374,15 +426,19 @@ def rank_of(plan: Mapping[str, Any], host: str) -> Dict[str, Any]:
 def bind_fabric(plan: Mapping[str, Any], host: str, fabric: Mapping[str, Any]) -> Dict[str, Any]:
     """The rank of a host with nothing left open, and `hash`: what the container must have been started with.
 
-    `fabric` gives `socket_interface` and `hcas` (possibly empty: then the variables that need them are left out).
+    `fabric` is the rank's part of the survey. A variable of the environment that needs an empty fact is left out; an
+    argument that does raises ValueError.
     """
     rank = rank_of(plan, host)
-    env = {}
-    for key, value in rank["env"].items():
-        needed = _PLACEHOLDER.findall(value)
-        if all(fabric.get(name) for name in needed):
-            env[key] = _fill(value, {name: str(fabric[name]) for name in needed})
-    rank["env"] = env
+    known = {name: str(fabric[name]) for name in DISCOVERED if fabric.get(name)}
+    filled = {key: _fill(value, known) for key, value in rank["env"].items()}
+    env = {key: value for key, value in filled.items() if not _PLACEHOLDER.search(value)}
+    argv = [_fill(item, known) for item in rank["argv"]]
+    missing = sorted({name for item in argv for name in _PLACEHOLDER.findall(item) if name in DISCOVERED})
+    if missing:
+        raise ValueError(f"{host}: the survey of the fabric found no {', '.join(missing)}, which the engine needs")
+    rank = {key: rank[key] for key in ("host", "rank", "container", "mounts")}
+    rank.update(env=env, argv=argv)
     shared = {key: plan[key] for key in ("recipe", "world_size", "container", "weights")}
     # The name tells all that is in an image; the rest are paths on whichever controller made the plan.
     shared["image"] = plan["image"]["name"]
@@ -397,6 +453,7 @@ def describe(plan: Mapping[str, Any]) -> List[str]:
     sources = plan["sources"]
     memory = plan["memory"]
     total = sum(memory.values())
+    found = "(found on the node)"
     lines = [
         f"cluster {plan['cluster']}: recipe {plan['recipe']} on {plan['world_size']} nodes",
         f"image   {plan['image']['name']}",
@@ -406,14 +463,15 @@ def describe(plan: Mapping[str, Any]) -> List[str]:
         + f" = {total:g} GiB a rank",
     ]
     lines += [f"weights {entry['repo']}@{entry['revision']} -> {entry['path']}" for entry in plan["weights"]]
-    for section in ("container", "ready", "smoke"):
+    for section in ("fabric", "container", "ready", "smoke"):
         lines += [f"{section} {key}: {value}  [{sources[f'{section}.{key}']}]" for key, value in plan[section].items()]
     for rank in plan["ranks"]:
-        lines += ["", f"rank {rank['rank']} on {rank['host']} ({rank['address']}), container {rank['container']}"]
-        lines += [f"  argv  {line}" for line in _argv_lines(rank["argv"], sources)]
+        where = rank["address"] or "address found on the node"
+        lines += ["", f"rank {rank['rank']} on {rank['host']} ({where}), container {rank['container']}"]
+        shown = [_PLACEHOLDER.sub(found, item) for item in rank["argv"]]
+        lines += [f"  argv  {line}" for line in _argv_lines(shown, sources)]
         for key, value in rank["env"].items():
-            shown = _PLACEHOLDER.sub("(found on the node)", value)
-            lines.append(f"  env   {key}={shown}  [{sources['env.' + key]}]")
+            lines.append(f"  env   {key}={_PLACEHOLDER.sub(found, value)}  [{sources['env.' + key]}]")
         for mount in rank["mounts"]:
             mode = "read-only" if mount["read_only"] else "writable"
             lines.append(f"  mount {mount['source']} -> {mount['target']} ({mode})")

@@ -7,6 +7,8 @@ import os
 import re
 import socket
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +23,11 @@ class Outcome:
 
     rc: int
     output: str
+
+    @property
+    def flat(self) -> str:
+        """The output without its line breaks: YAML wraps long lines."""
+        return " ".join(self.output.split())
 
     def recap(self, field: str) -> dict[str, int]:
         """A column of the recap (changed, failed, ...) per host."""
@@ -56,6 +63,15 @@ class Lab:
         connection.sock.connect(os.environ["DOCKER_HOST"].removeprefix("unix://"))
         connection.request("POST", f"/{path}")
         assert connection.getresponse().status < 300
+
+    @contextmanager
+    def frozen(self, host: str) -> Iterator[None]:
+        """A node that is there but answers nothing."""
+        self.engine(f"containers/sparkwright-lab-{host}/pause")
+        try:
+            yield
+        finally:
+            self.engine(f"containers/sparkwright-lab-{host}/unpause")
 
     def key(self) -> str:
         return self.ssh("spark1", "cat", "/var/lib/sparkwright/secrets/api_key").strip()

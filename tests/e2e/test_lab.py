@@ -34,8 +34,8 @@ def test_each_role_alone(lab: Lab, tag: str) -> None:
     assert outcome.rc == 0, outcome.output
     assert outcome.recap("changed") == {"spark1": 0, "spark2": 0}
     others = [other for other in TAGS if other != tag and f"TASK [{other} : " in outcome.output]
-    # The engine reads the fabric as it is now, every time.
-    assert others == (["fabric"] if tag == "engine" else [])
+    # The fabric is read as it is now, every time.
+    assert others == ([] if tag == "fabric" else ["fabric"])
 
 
 def test_from_python_through_ansible_runner(lab: Lab, tmp_path: Path) -> None:
@@ -86,22 +86,43 @@ def test_a_rank_that_dies_while_starting_ends_the_wait(lab: Lab) -> None:
 
 
 def test_an_unreachable_node_is_a_finding(lab: Lab) -> None:
-    lab.engine("containers/sparkwright-lab-spark2/pause")
-    try:
+    with lab.frozen("spark2"):
         status = lab.playbook("playbooks/status.yml", "--timeout", "5")
-    finally:
-        lab.engine("containers/sparkwright-lab-spark2/unpause")
     assert status.rc != 0
     assert "spark2: [node.unreachable]" in status.output
     assert lab.playbook("playbooks/status.yml").rc == 0
 
 
-def test_what_can_be_stopped_is_stopped(lab: Lab) -> None:
-    lab.engine("containers/sparkwright-lab-spark2/pause")
+def test_doctor_finds_nothing_on_a_healthy_lab_and_draws_it(lab: Lab) -> None:
+    doctor = lab.playbook("playbooks/doctor.yml", "--check")
+    assert doctor.rc == 0, doctor.output
+    assert "Nothing is wrong on spark1, spark2" in doctor.output
+    assert all(text in doctor.output for text in ("rocep1s0f0", "10.77.0.1", "10.77.0.2"))
+
+
+def test_doctor_tells_everything_at_once(lab: Lab) -> None:
+    """A frozen node, a wrong MTU and an error in a log do not hide each other; preflight says the same."""
+    line = "[0] transport/net_ib.cc:123 NCCL WARN Call to ibv_modify_qp failed with 61 No data available"
+    lab.ssh(
+        "spark1", f"sh -c 'echo \"{line}\" > /proc/$(docker inspect -f {{{{.State.Pid}}}} sparkwright-lab-r0)/fd/1'"
+    )
+    lab.ssh("spark2", "ip link set enp1s0f0np0 mtu 1500")
     try:
-        stop = lab.playbook("playbooks/stop.yml", "--timeout", "5")
+        preflight = lab.playbook("site.yml", "--tags", "preflight")
+        doctor = lab.playbook("playbooks/doctor.yml")
+        with lab.frozen("spark2"):
+            blind = lab.playbook("playbooks/doctor.yml", "--timeout", "5")
     finally:
-        lab.engine("containers/sparkwright-lab-spark2/unpause")
+        lab.ssh("spark2", "ip link set enp1s0f0np0 mtu 9000")
+    mtu = "spark2: [fabric.mtu] found enp1s0f0np0 has MTU 1500; needed 9000"
+    assert preflight.rc != 0 and mtu in preflight.flat
+    assert doctor.rc != 0 and mtu in doctor.flat and "spark1: [fabric.gid]" in doctor.output
+    assert blind.rc != 0 and "spark2: [node.unreachable]" in blind.output and "spark1: [fabric.gid]" in blind.output
+
+
+def test_what_can_be_stopped_is_stopped(lab: Lab) -> None:
+    with lab.frozen("spark2"):
+        stop = lab.playbook("playbooks/stop.yml", "--timeout", "5")
     assert stop.rc != 0 and "Not reached, and perhaps still running: spark2" in stop.output
     assert not lab.ssh("spark1", "docker ps -aq").strip()
     # A rank of an earlier order of hosts is ours too.

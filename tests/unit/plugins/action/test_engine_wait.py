@@ -237,3 +237,9 @@ def test_under_ansible(
     for node in names:
         assert f"fatal: [{node}]" in done.stdout or f"[{node}]: FAILED" in done.stdout
     assert done.stdout.count("rank 1 on node1 exited with code 3:") >= 2, done.stdout
+
+
+def test_a_known_error_in_the_log_is_told_with_its_repair(together: Callable[..., list[Result]]) -> None:
+    log = (ansible_cli.ROOT / "tests/fixtures/nccl-logs/gid-local-empty.log").read_text().splitlines()
+    for result in together(moving(10_000), [up(), {**DEAD, "log_tail": log}]):
+        assert "spark2: [fabric.gid] found" in result["msg"] and "; repair: " in result["msg"]

@@ -58,13 +58,14 @@ def test_every_problem_at_once(tmp_path: Path) -> None:
         "spark_rendezvous_port": 8000,
         "spark_recipe_overrides": {"arg": {}, "memory": {"kv_gb": 1}, "env": {"VLLM_API_KEY": "MARKER"}},
     }
-    hosts = {"spark1": {"spark_data_dir": "/a"}, "spark2": {"spark_data_dir": "/b", "spark_fabric_address": GONE}}
+    hosts = {"spark1": {"spark_data_dir": "/a"}, "spark2": {"spark_data_dir": "/b", "spark_fabric_address": "spark2"}}
     text = refused("-i", inventory(tmp_path, 4, everywhere, **hosts))
     for problem in (
         "spark_api_prot is not a known variable; did you mean spark_api_port?",
         "spark_gid_index was removed; use nothing: NCCL chooses the GID",
+        "spark_fabric_topology is missing for 4 nodes; needed one of: switch, ring4",
         "spark_api_port and spark_rendezvous_port are both 8000",
-        "spark2: spark_fabric_address is missing; needed IPv4 address",
+        "spark2: spark_fabric_address is 'spark2'; needed an IPv4 address",
         "spark_data_dir differs between hosts",
         "recipe lab: the inventory has 4 nodes; allowed: 2",
         "spark_recipe_overrides: unknown key 'arg'; did you mean 'args'?",
@@ -96,7 +97,8 @@ def recipes(directory: Path, data: dict[str, Any]) -> str:
     """A directory of recipes with one recipe, `lab`, and the project's engines."""
     (directory / "recipes").mkdir(parents=True)
     (directory / "recipes/lab.yml").write_text(yaml.safe_dump(data, sort_keys=False))
-    (directory / "engines").symlink_to(RECIPES / "engines")
+    for name in ("engines", "fabric.yml"):
+        (directory / name).symlink_to(RECIPES / name)
     return f"recipe_directory={directory}"
 
 
@@ -135,7 +137,7 @@ def test_precedence_and_sources(tmp_path: Path) -> None:
         "--port 9000 [engine vllm head]",
         "env X=1 [inventory spark_recipe_overrides]",
         "left out on purpose: --gone [inventory spark_recipe_overrides]",
-        "left out on purpose: NCCL_IB_GID_INDEX [engine vllm]",
+        "left out on purpose: NCCL_IB_GID_INDEX [fabric rdma]",
         "http://127.0.0.1:9000/v1 [default of spark_bind_address; extra vars spark_api_port]",
     ):
         assert line in text, line

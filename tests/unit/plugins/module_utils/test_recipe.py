@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import yaml
 from ansible_collections.sparkwright.dsv41.plugins.module_utils import recipe
+from ansible_collections.sparkwright.dsv41.plugins.module_utils.cabling import TOPOLOGIES
 
 FILES = Path(__file__).parents[4] / "roles/recipe/files"
 LAB = yaml.safe_load((FILES / "recipes/lab.yml").read_text())
 ENGINE = yaml.safe_load((FILES / "engines/vllm.yml").read_text())
+FABRIC_DATA = yaml.safe_load((FILES / "fabric.yml").read_text())
 IMAGE = {"name": "sparkwright/x:0123456789ab", "base_archive": "/a", "wheelhouse": "/w"}
 FABRIC = {"socket_interface": "enp1s0f0np0", "hcas": "=rocep1s0f0:1"}
 PER_RANK = {"--node-rank", "--host", "--port", "--middleware", "--headless"}
@@ -26,6 +28,8 @@ GONE = object()
 
 def hosts(count: int = 2, /, **variables: Any) -> dict[str, dict[str, Any]]:
     base = {"spark_cluster": "lab", "spark_recipe": "lab", **variables}
+    if count > 2:
+        base.setdefault("spark_fabric_topology", "switch")
     return {f"spark{n}": {**base, "spark_fabric_address": f"10.77.0.{n}"} for n in range(1, count + 1)}
 
 
@@ -43,13 +47,13 @@ def put(data: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, An
 
 
 def plan_of(data: dict[str, Any] = LAB, inventory: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
-    plan, problems = recipe.resolve(data, ENGINE, inventory or hosts(), IMAGE, **more)
+    plan, problems = recipe.resolve(data, ENGINE, inventory or hosts(), IMAGE, FABRIC_DATA, **more)
     assert problems == [] and plan
     return plan.to_dict()
 
 
 def problems_of(data: dict[str, Any] = LAB, inventory: dict[str, Any] | None = None) -> list[str]:
-    plan, problems = recipe.resolve(data, ENGINE, inventory or hosts(), IMAGE)
+    plan, problems = recipe.resolve(data, ENGINE, inventory or hosts(), IMAGE, FABRIC_DATA)
     assert plan is None or not problems
     return problems
 
@@ -85,7 +89,16 @@ WRONG_RECIPES: list[tuple[tuple[Any, ...], Any, str]] = [
     (("env", "LISTED"), [1], "recipe lab: env LISTED is [1]; needed a scalar"),
     (("env", "HF_HUB_ENABLE_HF_TRANSFER"), 1, "recipe lab: env HF_HUB_ENABLE_HF_TRANSFER was removed; use HF_XET"),
     (("env", "X"), "{adress}", "env '{adress}': {adress} is not a known placeholder"),
-    (("args", "--x"), "{hcas}", "args '{hcas}': {hcas} is not a known placeholder"),
+    (("args", "--x"), "{gid_indx}", "args '{gid_indx}': {gid_indx} is not a known placeholder"),
+    (("fabric", "topology"), "direct3", "recipe lab: fabric.topology is 'direct3'; needed one of direct2, switch"),
+    (
+        ("fabric", "topology"),
+        "ring4",
+        "spark_fabric_topology is ring4, which is not for 2 nodes; needed one of: direct2",
+    ),
+    (("fabric", "rdma"), 1, "recipe lab: fabric.rdma is 1; needed a true or false"),
+    (("fabric", "min_rails"), -1, "recipe lab: fabric.min_rails is -1; needed 0 or more"),
+    (("fabric", "mtu"), "9000", "recipe lab: fabric.mtu is '9000'; needed a whole number"),
     (("args", "max-model-len"), 1, "recipe lab: args key 'max-model-len'; needed a flag"),
     (("args", "--max-model-len=5"), True, "recipe lab: args key '--max-model-len'; needed a flag"),
 ]
@@ -310,7 +323,7 @@ def test_null_takes_a_value_away_and_the_plan_says_so() -> None:
     assert left_out == [
         "left out on purpose: --enforce-eager  [inventory spark_recipe_overrides]",
         "left out on purpose: oom_score_adj  [inventory spark_recipe_overrides]",
-        "left out on purpose: NCCL_IB_GID_INDEX  [engine vllm]",
+        "left out on purpose: NCCL_IB_GID_INDEX  [fabric rdma]",
         "left out on purpose: OMP_NUM_THREADS  [inventory spark_recipe_overrides]",
     ]
 
@@ -367,7 +380,7 @@ def test_the_hash_of_the_other_rank_changes_too() -> None:
 
 def test_the_hash_is_the_same_for_another_controller_and_changes_with_the_image() -> None:
     def of(image: dict[str, Any]) -> str:
-        plan, _ = recipe.resolve(LAB, ENGINE, hosts(), image)
+        plan, _ = recipe.resolve(LAB, ENGINE, hosts(), image, FABRIC_DATA)
         assert plan
         return str(recipe.bind_fabric(plan.to_dict(), "spark1", FABRIC)["hash"])
 
@@ -385,6 +398,70 @@ def test_every_value_of_the_plan_is_shown_with_its_source() -> None:
             assert re.search(rf"^  env   {key}=.+  \[.+\]$", text, re.MULTILINE)
     assert "(found on the node)" in text and "{hcas}" not in text
     assert "= 3.1 GiB a rank" in text
+
+
+@pytest.mark.parametrize(("topology", "count"), [(n, c) for n, t in TOPOLOGIES.items() for c in t.nodes])
+def test_environment_of_a_topology(topology: str, count: int) -> None:
+    data = put(LAB, ("nodes",), {count: {}})
+    plan = plan_of(data, hosts(count, spark_fabric_topology=topology))
+    assert plan["fabric"]["topology"] == topology
+    for rank in plan["ranks"]:
+        for key, value in {**FABRIC_DATA["env"]["nccl"]["rdma"], **FABRIC_DATA["env"]["nccl"][topology]}.items():
+            assert key == "NCCL_IB_GID_INDEX" or rank["env"][key] == str(value)
+
+
+def test_topologies_are_the_ones_that_have_an_environment() -> None:
+    assert set(FABRIC_DATA["env"]["nccl"]) == {"sockets", "rdma", *TOPOLOGIES}
+
+
+def test_more_than_two_nodes_need_a_stated_topology() -> None:
+    data = put(LAB, ("nodes",), {3: {}, 4: {"fabric": {"topology": "ring4"}}})
+    missing = "spark_fabric_topology is missing for 3 nodes; needed one of: switch, triangle3"
+    assert problems_of(data, hosts(3, spark_fabric_topology="")) == [missing]
+    plan = plan_of(data, hosts(4, spark_fabric_topology=""))
+    assert plan["fabric"]["topology"] == "ring4" and plan["sources"]["fabric.topology"] == "recipe lab nodes.4"
+    plan = plan_of(data, hosts(4, spark_fabric_topology="switch"))
+    assert plan["fabric"]["topology"] == "switch"
+    assert plan["sources"]["fabric.topology"] == "inventory spark_fabric_topology"
+
+
+def test_without_rdma_no_rdma_environment() -> None:
+    env = plan_of(put(LAB, ("fabric",), {"rdma": False}))["ranks"][0]["env"]
+    assert {key for key in env if key.startswith("NCCL_")} == {"NCCL_DEBUG", "NCCL_SOCKET_IFNAME"}
+
+
+def test_an_engine_without_nccl_gets_none_of_its_variables() -> None:
+    engine = {key: value for key, value in ENGINE.items() if key != "collectives"}
+    plan, _ = recipe.resolve(LAB, engine, hosts(), IMAGE, FABRIC_DATA)
+    assert plan and not [key for key in plan.ranks[0].env if key.startswith("NCCL_")]
+
+
+def test_a_pin_is_each_ranks_own() -> None:
+    inventory = hosts()
+    inventory["spark2"]["spark_fabric_gid_index"] = "5"
+    head, worker = plan_of(LAB, inventory)["ranks"]
+    assert "NCCL_IB_GID_INDEX" not in head["env"] and head["gid_index"] is None
+    assert worker["env"]["NCCL_IB_GID_INDEX"] == "5" and worker["gid_index"] == 5
+
+
+def test_addresses_that_the_inventory_leaves_out_are_found_on_the_nodes() -> None:
+    inventory = {
+        host: {k: v for k, v in values.items() if k != "spark_fabric_address"} for host, values in hosts().items()
+    }
+    plan = plan_of(LAB, inventory)
+    assert plan["ranks"][1]["address"] == ""
+    assert "rank 1 on spark2 (address found on the node)" in "\n".join(recipe.describe(plan))
+    found = {**FABRIC, "address": "10.9.0.2", "head_address": "10.9.0.1"}
+    rank = recipe.bind_fabric(plan, "spark2", found)
+    assert rank["env"]["VLLM_HOST_IP"] == "10.9.0.2" and value_of(rank["argv"], "--master-addr") == "10.9.0.1"
+    with pytest.raises(ValueError, match="spark2: the survey of the fabric found no head_address, which the engine"):
+        recipe.bind_fabric(plan, "spark2", FABRIC)
+
+
+def test_an_index_reaches_an_engine_that_asks_for_one() -> None:
+    plan = plan_of(put(LAB, ("env", "TF_RDMA_GID_INDEX"), "{gid_index}"))
+    assert recipe.bind_fabric(plan, "spark1", {**FABRIC, "gid_index": "3"})["env"]["TF_RDMA_GID_INDEX"] == "3"
+    assert "TF_RDMA_GID_INDEX" not in recipe.bind_fabric(plan, "spark1", FABRIC)["env"]
 
 
 @pytest.mark.parametrize("path", sorted((FILES / "recipes").glob("*.yml")), ids=lambda path: path.stem)
