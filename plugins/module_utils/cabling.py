@@ -515,9 +515,9 @@ def _probe_findings(links: Sequence[_Link], probes: Mapping[str, Sequence[Mappin
             )
             if link is None:
                 continue
-            if result["ok"] and not link.broken:
+            if result["ok"]:
                 link.state = "ok"
-            elif not result["ok"]:
+            else:
                 link.findings.append(_probe_finding(host, link, result))
     return found
 
@@ -631,8 +631,8 @@ def _gid_index(host: _Host, rails: Sequence[Rail]) -> Tuple[Optional[int], List[
     return None, [Finding("fabric.gid_index", host.name, seen, needs, repair, evidence=table)]
 
 
-def _lan(hosts: Sequence[_Host], used: Set[Tuple[str, str]]) -> Dict[str, str]:
-    """Host -> its address in one network that all are in, no rail's; {} where there is none.
+def _lan(hosts: Sequence[_Host]) -> Dict[str, str]:
+    """Host -> its address in one network that all are in; {} where there is none.
 
     A stated address decides, then the order of the first host's devices, the management port first.
     """
@@ -642,8 +642,7 @@ def _lan(hosts: Sequence[_Host], used: Set[Tuple[str, str]]) -> Dict[str, str]:
         for interface in sorted(host.interfaces, key=lambda interface: interface["name"] != host.management):
             for text in filter(_usable, map(str, interface["addresses"])):
                 address = text.partition("/")[0]
-                free = interface["name"] != "lo" and (host.name, interface["name"]) not in used
-                if address == host.address or (free and not host.address):
+                if interface["name"] != "lo" and host.address in ("", address):
                     side.setdefault(str(ipaddress.IPv4Interface(text).network), address)
         sides.append(side)
     for network in sides[0]:
@@ -661,7 +660,7 @@ def _facts(
     found: List[Finding] = []
     facts: Dict[str, Dict[str, Any]] = {}
     chosen: Dict[Tuple[str, str], int] = {}
-    lan = _lan(hosts, {(name, end.netdev) for link in links for name, end in link.ends})
+    lan = _lan(hosts)
     for host in hosts:
         mine = {
             end.netdev: (link.rail, end)
@@ -706,7 +705,7 @@ def _facts(
     for one, two in itertools.permutations(facts, 2):
         joined = [x for x in links if set(dict(x.ends)) == {one, two} and x.state not in ("dropped", "failed")]
         near, far = facts[one]["address"], facts[two]["address"]
-        if joined and topology.shape != "all":
+        if joined:
             near, far = joined[0].end(one).address, joined[0].end(two).address
         facts[one]["paths"][two] = {"local": near, "remote": far}
     head = hosts[0].name

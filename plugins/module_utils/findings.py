@@ -45,7 +45,7 @@ def gather(results: Mapping[str, Mapping[str, Any]], hosts: Iterable[str]) -> Li
         if "findings" in result:
             found += result["findings"]
         elif result.get("unreachable"):
-            why = str(result.get("msg") or "no answer").strip().splitlines()[-1]
+            why = (str(result.get("msg") or "").strip() or "no answer").splitlines()[-1]
             found.append(Finding("node.unreachable", host, why, "SSH access", "check power and network").to_dict())
         else:
             why = str(result.get("msg", "no result"))

@@ -126,7 +126,7 @@ def main() -> None:
     results: List[Dict[str, Any]] = []
     tools = {}
     for name, wanted in (("ping", True), ("ibv_rc_pingpong", params["rdma"]), ("ib_write_bw", params["bandwidth"])):
-        path = module.get_bin_path(name) if wanted and rails else None
+        path = module.get_bin_path(name) if wanted else None
         if path:
             tools[name] = path
         elif wanted and rails:

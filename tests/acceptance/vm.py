@@ -110,6 +110,11 @@ class Machine:
         return self.directory / "pid"
 
     @property
+    def ready(self) -> Path:
+        """There once a machine was restored completely."""
+        return self.directory / "ready"
+
+    @property
     def saved_disk(self) -> Path:
         return SAVED / f"{self.name}.qcow2"
 
@@ -223,10 +228,14 @@ def lock() -> None:
     LOCKS.append(handle)
 
 
-def need_tools(tools: dict[str, str]) -> None:
-    """Install Debian packages of missing commands, or say which ones are missing."""
+def missing(tools: dict[str, str]) -> list[str]:
+    """Debian packages of the commands that are not there."""
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-    packages = [package for command, package in tools.items() if not shutil.which(command, path=path)]
+    return [package for command, package in tools.items() if not shutil.which(command, path=path)]
+
+
+def install_packages(packages: list[str]) -> None:
+    """Install Debian packages, or say which ones are missing."""
     if not packages:
         return
     names = " ".join(packages)
@@ -283,9 +292,8 @@ def make_image() -> None:
         return
     if os.geteuid() != 0:
         raise VmError("making the image of the machines needs root (files of many owners); run this as root")
-    need_tools(IMAGE_TOOLS)
-    if not Path("/usr/share/keyrings/debian-archive-keyring.gpg").exists():
-        need_tools({"the keyring of Debian": "debian-archive-keyring"})
+    keyring = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+    install_packages(missing(IMAGE_TOOLS) + ([] if keyring.exists() else ["debian-archive-keyring"]))
     rootfs = VM / "rootfs"
     lines = (HERE / "image/packages.txt").read_text().splitlines()
     packages = ",".join(line for line in lines if line and not line.startswith("#"))
@@ -514,7 +522,8 @@ def wake(machine: Machine) -> None:
     wait_for(f"{machine.name} to load", 120, lambda: loaded(machine))
     ask(machine, "cont")  # it was saved while it stood still
     wait_for(f"{machine.name} to answer", 300, lambda: greets(machine))
-    on(machine, f"date -u -s @{time.time():.0f}; {proof(machine)}")
+    on(machine, f"date -u -s @{time.time():.0f} && {proof(machine)}")
+    machine.ready.touch()
 
 
 def proof(machine: Machine) -> str:
@@ -526,12 +535,14 @@ def proof(machine: Machine) -> str:
 def up() -> None:
     if (os.uname().sysname, os.uname().machine) != ("Linux", "x86_64"):
         raise VmError(f"{os.uname().sysname} on {os.uname().machine} found; the machines need Linux on x86_64")
-    need_tools(TOOLS)
+    install_packages(missing(TOOLS))
     if not KEY.exists():
         run("SSH key", ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "sparkwright-acceptance", "-f", KEY])
     make_image()
     write_ssh_files()
-    if saved_marker().exists() and all(machine.pid() and greets(machine) for machine in MACHINES):
+    if saved_marker().exists() and all(
+        machine.pid() and machine.ready.exists() and greets(machine) for machine in MACHINES
+    ):
         say("both machines run already (`reset` brings back the initial state)")
     else:
         restore()
@@ -573,6 +584,9 @@ def main() -> int:
         {"up": up, "reset": reset, "down": down}[args.command]()
     except VmError as error:
         print(f"vm: {error}", file=sys.stderr)
+        return 1
+    except PermissionError as error:
+        print(f"vm: {error}; was it made by another user?", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("vm: interrupted; run it again to go on", file=sys.stderr)

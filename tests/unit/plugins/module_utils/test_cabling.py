@@ -708,6 +708,13 @@ def test_a_container_bridge_joins_nobody() -> None:
     assert all(each["address"] == "" for each in survey["ranks"].values())
 
 
+def test_lo_is_no_lan() -> None:
+    made = cluster("triangle3")
+    made.lan = dict.fromkeys(made.ports, [])
+    made.others = {host: {"lo": [f"10.5.0.{number}/24"]} for number, host in enumerate(made.ports, 1)}
+    assert told(made.survey()) == [("fabric.socket", host) for host in made.ports]
+
+
 def test_all_ranks_take_the_same_lan() -> None:
     made = cluster("triangle3")
     made.others = {host: {"wlP9s9": [f"172.20.0.{number}/24"]} for number, host in enumerate(made.ports, 1)}
@@ -719,7 +726,7 @@ def test_all_ranks_take_the_same_lan() -> None:
 
 
 def test_a_rail_is_no_lan() -> None:
-    """Sockets of a triangle would only reach one peer over it."""
+    """Sockets would only reach the neighbours over it."""
     made = cluster("ring4", rails=1)
     made.lan = dict.fromkeys(made.ports, [])
     assert told(made.survey()) == [("fabric.socket", host) for host in made.ports]
@@ -1190,6 +1197,17 @@ def test_a_rail_of_a_switch_is_left_out_on_all_ranks() -> None:
     survey = made.survey({"spark3": [saw("rdma", 1, "spark1", ok=False)]})
     assert hcas(survey) == [exact("f0")] * 3
     assert [link["state"] for link in survey["links"] if link["rail"] == 1] == ["dropped"] * 3
+
+
+def test_only_the_broken_link_of_a_needed_rail_has_failed() -> None:
+    made = cluster("switch", 3, rails=1)
+    survey = made.survey({"spark3": [saw("ping", 0, "spark1", ok=False), saw("ping", 0, "spark2")]})
+    states = {tuple(end["host"] for end in link["ends"]): link["state"] for link in survey["links"]}
+    assert states == {
+        ("spark1", "spark2"): "unproven",
+        ("spark1", "spark3"): "failed",
+        ("spark2", "spark3"): "ok",
+    }
 
 
 def test_rails_of_one_pair_do_not_stand_in_for_another() -> None:

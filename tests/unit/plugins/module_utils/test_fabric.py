@@ -179,6 +179,7 @@ def test_ports_in_order_of_name_with_their_own_device(tree: Path) -> None:
 
 def test_the_device_of_the_driver_wins(tree: Path) -> None:
     (tree / HCA / "device/net/enP7s7").mkdir(parents=True)
+    (tree / "class/net/enP7s7/dev_port").write_text("1\n")
     assert fabric.read(str(tree), NO_OUTPUT).ports[0].netdev == "enP7s7"
 
 

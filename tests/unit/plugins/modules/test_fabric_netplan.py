@@ -116,7 +116,7 @@ if tool == "ip" and words[:3] == "link show dev".split():
 if tool == "ip" and words[:3] == "link set dev".split():
     device = devices[words[3]]
     key, value = words[4], words[-1]
-    changes = {"mtu": {"mtu": value}, "addrgenmode": {"gen": value}}
+    changes = {"mtu": {}, "addrgenmode": {"gen": value}}
     device.update(changes.get(key, {"up": key == "up"}), mtu=int(value) if key == "mtu" else device["mtu"])
     done()
 if tool == "ip" and words[:2] in (["address", "del"], ["address", "replace"]):
@@ -532,6 +532,12 @@ def test_a_late_watchdog_finds_nothing_to_do(run: Any, node: Node) -> None:
     assert node.snapshot() == after
 
 
+def test_a_timer_that_a_killed_confirmation_left(run: Any, node: Node) -> None:
+    """It must not put back the next change, of which it knows nothing."""
+    node.set(timer=["/bin/sh", "old"])
+    assert run()["changed"] and node.get("timer")[-1] == str(node.state / "pending/restore")
+
+
 def test_the_restore_may_run_twice(run: Any, node: Node) -> None:
     before = node.snapshot()
     run()
@@ -578,6 +584,12 @@ def test_a_run_waits_for_who_holds_the_lock(run: Any, node: Node) -> None:
         before = node.snapshot()
         assert "is at work" in only(run(deadline_s=0))["found"]
         assert node.snapshot() == before
+
+
+def test_what_another_run_did_meanwhile_counts(run: Any, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = netplan.render([netplan.Port(C, "10.77.5.1/24")])
+    monkeypatch.setattr(fabric_netplan.fcntl, "flock", lambda *_: (node.root / OURS).write_text(old))
+    assert run()["before"] == old
 
 
 # Cut off
