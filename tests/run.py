@@ -54,7 +54,7 @@ PARTS = [
     Part("e2e", ["pytest", "tests/e2e/test_lab.py"], 1800),
     *molecule(),
     Part("engine", ["pytest", "tests/e2e/test_engine_suite.py"], 900),
-    Part("acceptance", ["pytest", "tests/acceptance"], 1800),
+    Part("acceptance", ["pytest", "tests/acceptance"], 2400),
 ]
 GROUPS = {
     "lint": ["controller", "ruff", "format", "mypy", "yamllint", "ansible-lint"],

@@ -78,7 +78,8 @@ def judge_pingpong(rail: Mapping[str, Any], done: Done) -> Dict[str, Any]:
     # The end that serves only sees that the other went away; without a caller it waits to its limit.
     lines = [line for line in _tail(done.output).splitlines() if not re.match(r"(local|remote) address", line)]
     if done.code is None:
-        why = "the peer did not call" if rail["serves"] and not lines else "it hangs: " + " | ".join(lines)
+        why = ": ".join(["it hangs", *([" | ".join(lines)] if lines else [])])
+        why = "the peer did not call" if rail["serves"] and not lines else why
     else:
         why = " | ".join(lines) or f"exit code {done.code}"
     return _result("rdma", rail, False, f"RDMA pingpong with GID index {rail['gid_index']} fails: {why}", done)

@@ -141,7 +141,7 @@ PASSED = ADDRESSES + "819200 bytes in 0.01 seconds = 1147.07 Mbit/sec\n100 iters
             False,
             "RDMA pingpong with GID index 4 fails: Failed to modify QP to RTR",
         ),
-        (RAIL, None, ADDRESSES, False, "RDMA pingpong with GID index 4 fails: it hangs: "),
+        (RAIL, None, ADDRESSES, False, "RDMA pingpong with GID index 4 fails: it hangs"),
         (SERVES, None, "", False, "RDMA pingpong with GID index 4 fails: the peer did not call"),
         (SERVES, None, ADDRESSES, False, "RDMA pingpong with GID index 4 fails: the peer did not call"),
         (
