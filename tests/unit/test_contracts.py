@@ -122,7 +122,6 @@ def test_defaults_alone_satisfy_the_specification(entry: tuple[str, str]) -> Non
         "fabric_facts": {"from_head": {"local": "10.77.0.1", "remote": "10.77.0.1"}},
         "inventory_hostname": plan["ranks"][0]["host"],
         "role_path": str(path),
-        "playbook_dir": str(ROOT / "playbooks"),
     }
     templar = Templar(loader, variables={**known, **facts})
     options = specs(role)[name].get("options", {})
