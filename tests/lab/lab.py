@@ -13,6 +13,7 @@ import argparse
 import fcntl
 import hashlib
 import http.client
+import json
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.parse import quote
 
 ROOT = Path(__file__).resolve().parents[2]
 LAB = ROOT / ".lab"
@@ -32,6 +34,8 @@ NODE_REQUIREMENTS = ROOT / "roles/weights/files/requirements.txt"
 # Python of the engine's base (Debian 12) and of the nodes (Debian 13), and the newest C library their wheels may need.
 ENGINE_PYTHON, NODE_PYTHON, GLIBC = "3.11", "3.13", 36
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+# As inventory/lab names them.
+BRIDGES = ["sparklab-mgmt", "sparklab-fabric"]
 BEAT_S = 10
 
 
@@ -116,19 +120,26 @@ def make_venv() -> None:
     marker.touch()
 
 
-def answers(address: str) -> bool:
-    """Whether a Docker engine answers on a unix socket."""
-    connection = http.client.HTTPConnection("localhost", timeout=5)
+def ask(address: str, method: str, path: str) -> tuple[int, bytes]:
+    """Status and body of a request to a Docker engine on a unix socket. Raises OSError."""
+    connection = http.client.HTTPConnection("localhost", timeout=60)
     try:
         connection.sock = socket.socket(socket.AF_UNIX)
-        connection.sock.settimeout(5)
+        connection.sock.settimeout(60)
         connection.sock.connect(address)
-        connection.request("GET", "/_ping")
-        return connection.getresponse().status == 200
-    except OSError:
-        return False
+        connection.request(method, path)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
     finally:
         connection.close()
+
+
+def answers(address: str) -> bool:
+    """Whether a Docker engine answers on a unix socket."""
+    try:
+        return ask(address, "GET", "/_ping")[0] == 200
+    except OSError:
+        return False
 
 
 def find_engine() -> str | None:
@@ -145,8 +156,46 @@ def exec_root() -> Path:
     return Path(f"/run/sparkwright-lab-{stamp(text=str(LAB))}")
 
 
-def start_engine() -> str:
+def clear_leftovers() -> None:
+    """Remove what lab engines that were killed left in the kernel: name spaces and bridges still answer for our nodes.
+
+    Raises LabError when the engine of another checkout's lab runs.
+    """
+    for root in Path("/run").glob("sparkwright-lab-*"):
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                arguments = (process / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if str(root).encode() in arguments:
+                raise LabError(
+                    f"a lab of another checkout runs (process {process.name}: "
+                    f"{arguments.decode(errors='replace').replace(chr(0), ' ').strip()}); run `make lab-down` there"
+                )
+        unmount(root)
+        shutil.rmtree(root)
+    for bridge in BRIDGES:
+        if Path("/sys/class/net", bridge).exists():
+            subprocess.run(["ip", "link", "delete", bridge], check=True)
+
+
+def unmount(directory: Path) -> None:
+    for mounted in reversed(Path("/proc/mounts").read_text().split()):
+        if mounted.startswith(f"{directory}/"):
+            subprocess.run(["umount", "--lazy", mounted], check=False)
+
+
+def remove_dead_nodes() -> None:
+    """Containers and networks that a killed engine left can not start again; images and volumes are as good as new."""
+    for kind, query in (("containers", "/containers/json?all=1&filters="), ("networks", "/networks?filters=")):
+        _, found = ask(f"{ENGINE}/docker.sock", "GET", query + quote('{"label":["sparkwright-lab"]}'))
+        for item in json.loads(found):
+            ask(f"{ENGINE}/docker.sock", "DELETE", f"/{kind}/{item['Id']}?force=1")
+
+
+def start_engine() -> None:
     """Start dockerd for the lab alone: its own data, socket and pid file."""
+    clear_leftovers()
     ENGINE.mkdir(parents=True, exist_ok=True)
     # A pid file of a machine that went down names somebody else's process by now.
     (ENGINE / "docker.pid").unlink(missing_ok=True)
@@ -159,7 +208,7 @@ def start_engine() -> str:
         subprocess.Popen(argv, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
     for _ in range(60):
         if answers(f"{ENGINE}/docker.sock"):
-            return f"unix://{ENGINE}/docker.sock"
+            return remove_dead_nodes()
         time.sleep(0.5)
     raise LabError(f"dockerd did not start; see {ENGINE}/log")
 
@@ -211,7 +260,7 @@ def up() -> None:
     """Everything up to running, empty nodes."""
     if (os.uname().sysname, os.uname().machine) != ("Linux", "x86_64"):
         raise LabError(f"{os.uname().sysname} on {os.uname().machine} found; the lab needs Linux on x86_64")
-    tools = {"rsync": "rsync", "ssh": "openssh-client"}
+    tools = {"rsync": "rsync", "ssh": "openssh-client", "ip": "iproute2"}
     if os.geteuid() == 0:
         tools["mmdebstrap"] = "mmdebstrap"
     packages = [package for command, package in tools.items() if not shutil.which(command)]
@@ -261,9 +310,8 @@ def down() -> None:
             else:
                 raise LabError(f"dockerd (pid {pid}) does not stop; see {ENGINE}/log")
     # What dockerd mounted for itself and may leave.
-    for mounted in reversed(Path("/proc/mounts").read_text().split()):
-        if mounted.startswith((f"{exec_root()}/", f"{ENGINE}/")):
-            subprocess.run(["umount", "--lazy", mounted], check=False)
+    unmount(exec_root())
+    unmount(ENGINE)
     for directory in (exec_root(), LAB, VENV):
         if directory.exists():
             say(f"removing {directory}")
