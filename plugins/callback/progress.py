@@ -9,7 +9,8 @@ version_added: 0.1.0
 type: aggregate
 short_description: Says what is being done while a task takes long, and sums up at the end
 description:
-  - Prints a line every ten seconds while one task runs, with the hosts it still runs on.
+  - Prints a line every ten seconds while one task runs, with the hosts it still runs on. Where a module tells how far
+    it is, each host has its own line with bytes, rate and remaining time.
   - After the recap prints the C(summary) lines that roles put into their results.
 requirements:
   - enabled by C(callbacks_enabled)
@@ -21,6 +22,8 @@ import time
 from typing import Any
 
 from ansible.plugins.callback import CallbackBase
+from ansible_collections.sparkwright.dsv41.plugins.module_utils.progress import Sample, parse
+from ansible_collections.sparkwright.dsv41.plugins.plugin_utils.watched import sample_file
 
 _EVERY_S = 10.0
 
@@ -53,8 +56,18 @@ class CallbackModule(CallbackBase):
             waited = now - since
             if running and waited >= _EVERY_S and now - told >= _EVERY_S:
                 told = now
-                # Straight to the descriptor: a lock held here while Ansible forks would stay held in the fork.
-                os.write(1, f"  ... {task}: {', '.join(running)} ({waited:.0f} s)\n".encode())
+                samples = {host: self._sample(host) for host in running}
+                lines = [f"{host}: {sample.line()}" for host, sample in samples.items() if sample]
+                others = ", ".join(host for host, sample in samples.items() if not sample)
+                for line in [*lines, *([others] if others else [])]:
+                    # Straight to the descriptor: a lock held here while Ansible forks would stay held in the fork.
+                    os.write(1, f"  ... {task}: {line} ({waited:.0f} s)\n".encode())
+
+    def _sample(self, host: str) -> Sample | None:
+        try:
+            return parse(sample_file(host).read_text())
+        except OSError:
+            return None
 
     def v2_playbook_on_task_start(self, task: Any, is_conditional: bool) -> None:
         self._running = set()

@@ -15,6 +15,7 @@ from ansible_collections.sparkwright.dsv41.plugins.module_utils import (
     findings,
     images,
     recipe,
+    weights,
 )
 
 
@@ -37,4 +38,5 @@ class FilterModule:
             "gather_findings": findings.gather,
             "image_identity": images.identity,
             "status_findings": engine.status_findings,
+            "weights_room": weights.room,
         }

@@ -116,8 +116,9 @@ class LookupModule(LookupBase):
             values,
         )
         fabric, unreadable = _read(directory, "data file", "fabric")
-        problems += more + unreadable
+        catalog, unreadable_too = _read(directory, "data file", "weights")
+        problems += more + unreadable + unreadable_too
         if problems:
             return [{"plan": None, "problems": problems + recipe.problems(data, hosts)}]
-        plan, problems = recipe.resolve(data, engine, hosts, image, fabric, load_extra_vars(self._loader))
+        plan, problems = recipe.resolve(data, engine, hosts, image, fabric, catalog, load_extra_vars(self._loader))
         return [{"plan": plan.to_dict() if plan else None, "problems": problems}]

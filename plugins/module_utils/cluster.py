@@ -58,7 +58,8 @@ def _fabric_address(value: Any) -> Optional[str]:
     return problem
 
 
-def _directory(value: Any) -> Optional[str]:
+def directory(value: Any) -> Optional[str]:
+    """What is wrong with a directory of a node; such names are safe in every file that we write."""
     if isinstance(value, str) and re.fullmatch(r"(/[A-Za-z0-9._-]+)+", value) and "/.." not in value:
         return None
     return "needed an absolute path of letters, digits, dots, hyphens and underscores"
@@ -115,11 +116,13 @@ VARIABLES: Dict[str, Variable] = {
     "spark_bind_address": Variable("IPv4 address", "127.0.0.1", _address),
     "spark_api_port": Variable("port", 8000, _port),
     "spark_rendezvous_port": Variable("port", 29521, _port),
-    "spark_data_dir": Variable("directory", "/var/lib/sparkwright", _directory),
+    "spark_data_dir": Variable("directory", "/var/lib/sparkwright", directory),
     "spark_hub_endpoint": Variable("URL", "", _text),
     "spark_image_base_archive": Variable("path on the controller", "", _text),
     "spark_image_wheelhouse": Variable("directory on the controller", "", _text),
     "spark_weights_wheelhouse": Variable("directory on the controller", "", _text),
+    "spark_weights_revisions": Variable("mapping of weights to commits", {}, _mapping),
+    "spark_weights_paths": Variable("mapping of weights to directories", {}, _mapping),
     "spark_recipe_overrides": Variable("mapping", {}, _mapping),
     "spark_recipe_set": Variable("mapping (for -e)", {}, _mapping),
 }

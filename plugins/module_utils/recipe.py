@@ -56,7 +56,8 @@ _FIXED = {
     "nodes": dict,
     "notes": str,
 }
-_WEIGHT = {"repo": str, "revision": str, "include": list, "must_exist": list, "mount": str}
+_WEIGHT = {"id": str, "mount": str}
+_CATALOG = {"repo": str, "revision": str, "include": list, "must_exist": list, "gib": _NUMBER}
 _REMOVED_ENV = {"HF_HUB_ENABLE_HF_TRANSFER": "HF_XET_HIGH_PERFORMANCE"}
 # argv and environment of a container can be read by many; secrets reach the engine as files.
 _SECRET = re.compile(r"(api_?key|access_?key|token|secret|password)$", re.IGNORECASE)
@@ -65,12 +66,17 @@ _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True)
 class Weights:
-    """One repository of the plan; `path` is where it lies on every node, `mount` where the engine sees it."""
+    """One repository of the plan; `path` is where it lies on every node, `mount` where the engine sees it.
 
+    `join` names the repository's list of SHA-256 digests where it stores files in parts, else it is empty.
+    """
+
+    id: str
     repo: str
     revision: str
     include: List[str]
     must_exist: List[str]
+    join: str
     path: str
     mount: str
 
@@ -204,8 +210,6 @@ def _check_recipe(recipe: Mapping[str, Any]) -> List[str]:
         for key, kind in _WEIGHT.items():
             if not isinstance(entry, Mapping) or not _is(entry.get(key), kind):
                 problems.append(f"{where}: weights[{index}].{key} is missing or not a {_type_name(kind)}")
-            elif key == "revision" and not re.fullmatch(r"[0-9a-f]{40}", entry[key]):
-                problems.append(f"{where}: weights[{index}].revision is {entry[key]!r}; needed 40 hex digits")
     nodes = recipe.get("nodes")
     for count, overlay in nodes.items() if isinstance(nodes, Mapping) else ():
         if not _is(count, int):
@@ -258,6 +262,51 @@ def _unfilled(kind: str, texts: Sequence[str], allowed: Sequence[str]) -> List[s
     ]
 
 
+def _weights(
+    recipe: Mapping[str, Any], catalog: Mapping[str, Any], cluster: Mapping[str, Any]
+) -> Tuple[List[Weights], List[str]]:
+    """The recipe's weights as the catalog and the cluster have them, and what is wrong with them."""
+    weights, problems = [], []
+    for variable in ("spark_weights_revisions", "spark_weights_paths"):
+        problems += [
+            f"{variable}: {_unknown(str(name), list(catalog))}" for name in cluster[variable] if name not in catalog
+        ]
+    for entry in recipe["weights"]:
+        name = entry["id"]
+        if name not in catalog:
+            problems.append(f"recipe {recipe['id']}: weights: {_unknown(name, list(catalog))}")
+            continue
+        data = catalog[name]
+        fields = data if isinstance(data, Mapping) else {}
+        wrong = [key for key, kind in _CATALOG.items() if not _is(fields.get(key), kind)]
+        problems += [f"weights {name}: {key} is missing or not a {_type_name(_CATALOG[key])}" for key in wrong]
+        if wrong:
+            continue
+        revision = str(cluster["spark_weights_revisions"].get(name, data["revision"]))
+        if not re.fullmatch(r"[0-9a-f]{40}", revision):
+            found = f"is {revision!r}" if revision else "is pinned by nobody"
+            problems.append(
+                f"weights {name}: the revision of {data['repo']} {found}; needed 40 hex digits in "
+                f"spark_weights_revisions, as playbooks/pin.yml prints them"
+            )
+        path = str(cluster["spark_weights_paths"].get(name, f"{cluster['spark_data_dir']}/weights/{name}"))
+        if variables.directory(path):
+            problems.append(f"spark_weights_paths: {name} is {path!r}; {variables.directory(path)}")
+        weights.append(
+            Weights(
+                id=name,
+                repo=data["repo"],
+                revision=revision,
+                include=data["include"],
+                must_exist=data["must_exist"],
+                join=data.get("join", ""),
+                path=path,
+                mount=entry["mount"],
+            )
+        )
+    return weights, problems
+
+
 def problems(recipe: Mapping[str, Any], hosts: Mapping[str, Mapping[str, Any]]) -> List[str]:
     """Everything that is wrong with a recipe and the `spark_*` variables of the hosts."""
     cluster, _, found = variables.check(hosts)
@@ -294,13 +343,15 @@ def resolve(
     hosts: Mapping[str, Mapping[str, Any]],
     image: Mapping[str, Any],
     fabric: Mapping[str, Any],
+    catalog: Mapping[str, Any],
     extra_vars: Collection[str] = (),
 ) -> Tuple[Optional[Plan], List[str]]:
     """One plan, or every problem at once.
 
     `hosts` maps inventory hosts in rank order to their `spark_*` variables; `engine` is the data file of the engine;
     `image` tells name and build of the image (keys of images.lock.yml plus `name`); `fabric` is the data file of what
-    the cabling asks for; `extra_vars` names the variables that were given with -e, for the sources.
+    the cabling asks for; `catalog` that of all weights by id; `extra_vars` names the variables that were given with
+    -e, for the sources.
     """
 
     def origin(name: str) -> str:
@@ -337,13 +388,7 @@ def resolve(
         sources[name] = origin(f"spark_{name}")
 
     data_dir = cluster["spark_data_dir"]
-    weights = [
-        Weights(
-            **{key: entry[key] for key in _WEIGHT},
-            path=f"{data_dir}/weights/{entry['repo'].replace('/', '--')}",
-        )
-        for entry in recipe["weights"]
-    ]
+    weights, found = _weights(recipe, catalog, cluster)
     addresses = {host: str(values["spark_fabric_address"]) for host, values in per_host.items()}
     head_address = next(iter(addresses.values()))
     ranks = []

@@ -19,7 +19,8 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,8 @@ class FileEntry:
     path: str
     size: int
     digest: str
+    # The repository's files that make this one when they are joined, in order. Empty: it is a file there itself.
+    parts: tuple[FileEntry, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises ValueError for a path that could leave the directory or meet our own files, or a malformed digest."""
@@ -163,15 +166,52 @@ def absent_names(must_exist: Iterable[str], manifest: Manifest, excluded: Iterab
     ]
 
 
-def file_digest(path: str, kind: str, size: int) -> str:
-    """The digest of a file; ``kind`` is ``sha256`` or ``git-sha1``, ``size`` its bytes. Raises OSError."""
+def assemble(files: Iterable[FileEntry], parts: Mapping[str, Sequence[str]], digests: Mapping[str, str]) -> list[Any]:
+    """The files as they are after joining: each name in ``parts`` takes the place of the files that make it.
+
+    ``digests`` has the SHA-256 of the joined files, as the repository states it. A file without one is a FileFinding in
+    the list.
+    """
+    by_path = {entry.path: entry for entry in files}
+    joined: list[Any] = []
+    for target, names in parts.items():
+        pieces = tuple(by_path.pop(name) for name in names)
+        if target not in digests:
+            joined.append(
+                FileFinding(target, "no digest in the repository's manifest", "one, to verify the joined file")
+            )
+            continue
+        joined.append(FileEntry(target, sum(piece.size for piece in pieces), f"sha256:{digests[target]}", pieces))
+    return sorted([*by_path.values(), *joined], key=lambda item: str(item.path))
+
+
+def file_digest(path: str, kind: str, size: int, on_bytes: Callable[[int], None] | None = None) -> str:
+    """The digest of a file; ``kind`` is ``sha256`` or ``git-sha1``, ``size`` its bytes. Raises OSError.
+
+    ``on_bytes`` is told how many bytes were read since the last time. What was read leaves the page cache, which on a
+    node with one memory for all is the engine's.
+    """
     digest = hashlib.sha256() if kind == "sha256" else hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
-    with open(path, "rb") as stream:
+    buffer = memoryview(bytearray(_READ_BYTES))
+    offset = 0
+    with open(path, "rb", buffering=0) as stream:
         while True:
-            chunk = stream.read(_READ_BYTES)
-            if not chunk:
+            count = stream.readinto(buffer)
+            if not count:
                 return f"{kind}:{digest.hexdigest()}"
-            digest.update(chunk)
+            digest.update(buffer[:count])
+            if count == _READ_BYTES or offset:  # small files are read again soon, and cost nothing
+                release(stream.fileno(), offset, count)
+            offset += count
+            if on_bytes:
+                on_bytes(count)
+
+
+def release(descriptor: int, offset: int = 0, count: int = 0) -> None:
+    """Tell the system that this range of a file (0: to its end) is not needed in memory. Never fails."""
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):
+            os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_DONTNEED)
 
 
 def safetensors_size(path: str) -> int:
@@ -198,10 +238,18 @@ def safetensors_size(path: str) -> int:
     return 8 + int(length) + max(ends, default=0)
 
 
-def check_file(root: str, entry: FileEntry, receipt: Receipt | None = None, rehash: bool = False) -> Checked:
+def check_file(
+    root: str,
+    entry: FileEntry,
+    receipt: Receipt | None = None,
+    rehash: bool = False,
+    size_only: bool = False,
+    on_bytes: Callable[[int], None] | None = None,
+) -> Checked:
     """Compare one file below ``root`` with its manifest entry.
 
-    Size first, then the digest, which is left out when the receipt vouches for the file and ``rehash`` is false.
+    Size first, then the digest, which is left out when the receipt vouches for the file and ``rehash`` is false, or
+    when ``size_only`` asks for no more. ``on_bytes`` counts the bytes dealt with.
     A file whose digest is right is still a finding when it is a safetensors file shorter or longer than its header
     says: then the repository itself holds half a file. Raises OSError when an existing file cannot be read.
     """
@@ -213,7 +261,10 @@ def check_file(root: str, entry: FileEntry, receipt: Receipt | None = None, reha
         return Checked(entry, FileFinding(entry.path, "nothing", _amount(entry.size)))
     if not stat.S_ISREG(status.st_mode):
         return Checked(entry, FileFinding(entry.path, "something that is not a regular file", _amount(entry.size)))
-    if not rehash and receipt is not None and receipt.vouches_for(entry, status.st_size, status.st_mtime_ns):
+    vouched = receipt is not None and receipt.vouches_for(entry, status.st_size, status.st_mtime_ns)
+    if (vouched and not rehash) or (size_only and status.st_size == entry.size):
+        if on_bytes:
+            on_bytes(entry.size)
         return Checked(entry, None, status.st_size, status.st_mtime_ns)
 
     finding: FileFinding | None = None
@@ -221,7 +272,7 @@ def check_file(root: str, entry: FileEntry, receipt: Receipt | None = None, reha
         found = "a web page of " if _is_web_page(path) else ""
         finding = FileFinding(entry.path, found + _amount(status.st_size), _amount(entry.size))
     else:
-        found = file_digest(path, entry.digest.split(":")[0], entry.size)
+        found = file_digest(path, entry.digest.split(":")[0], entry.size, on_bytes)
         if found != entry.digest:
             found += " (a web page)" if _is_web_page(path) else ""
             finding = FileFinding(entry.path, found, entry.digest)
@@ -252,27 +303,44 @@ def _amount(size: int) -> str:
     return "1 byte" if size == 1 else f"{size} bytes"
 
 
+def parse_receipt(text: str, where: str) -> Receipt:
+    """The receipt that this text is. Raises ReceiptError, which names ``where`` it came from."""
+    try:
+        data: Any = json.loads(text)
+        if data["format"] != RECEIPT_FORMAT:
+            raise ReceiptError(f"{where} has format {data['format']!r}, this version reads {RECEIPT_FORMAT}")
+        manifest = Manifest(
+            repo=str(data["repo"]),
+            revision=str(data["revision"]),
+            include=tuple(str(pattern) for pattern in data["include"]),
+            files=tuple(
+                FileEntry(
+                    str(f["path"]),
+                    int(f["size"]),
+                    str(f["digest"]),
+                    tuple(FileEntry(str(p["path"]), int(p["size"]), str(p["digest"])) for p in f.get("parts", ())),
+                )
+                for f in data["files"]
+            ),
+        )
+        return Receipt(manifest, {e: int(f["mtime_ns"]) for e, f in zip(manifest.files, data["files"])})
+    except ReceiptError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ReceiptError(f"{where} cannot be read: {type(error).__name__}: {error}") from error
+
+
 def read_receipt(root: str) -> Receipt | None:
     """The receipt of this directory, None when there is none. Raises ReceiptError when it cannot be used."""
     path = os.path.join(root, RECEIPT_NAME)
     try:
         with open(path, encoding="utf-8") as stream:
-            data: Any = json.load(stream)
-        if data["format"] != RECEIPT_FORMAT:
-            raise ReceiptError(f"{path} has format {data['format']!r}, this version reads {RECEIPT_FORMAT}")
-        manifest = Manifest(
-            repo=str(data["repo"]),
-            revision=str(data["revision"]),
-            include=tuple(str(pattern) for pattern in data["include"]),
-            files=tuple(FileEntry(str(f["path"]), int(f["size"]), str(f["digest"])) for f in data["files"]),
-        )
-        return Receipt(manifest, {e: int(f["mtime_ns"]) for e, f in zip(manifest.files, data["files"])})
+            text = stream.read()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ReceiptError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise ReceiptError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    return parse_receipt(text, path)
 
 
 def write_receipt(root: str, receipt: Receipt) -> None:
@@ -287,7 +355,18 @@ def write_receipt(root: str, receipt: Receipt) -> None:
         "revision": manifest.revision,
         "include": sorted(manifest.include),
         "files": [
-            {"path": e.path, "size": e.size, "digest": e.digest, "mtime_ns": receipt.mtimes[e]} for e in manifest.files
+            {
+                "path": e.path,
+                "size": e.size,
+                "digest": e.digest,
+                "mtime_ns": receipt.mtimes[e],
+                **(
+                    {"parts": [{"path": p.path, "size": p.size, "digest": p.digest} for p in e.parts]}
+                    if e.parts
+                    else {}
+                ),
+            }
+            for e in manifest.files
         ],
     }
     path = os.path.join(root, RECEIPT_NAME)
@@ -323,6 +402,30 @@ def too_small(need: int, freed: int, free: int, where: str, count: int) -> str |
         f"files they replace give back {freed}, {free} are free; "
         f"{need} - {freed} - {free} = {short} bytes ({short / 2**30:.1f} GiB) are missing. Nothing was fetched."
     )
+
+
+def room(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """What several runs, each of the form that weights_fetch returns in check mode, ask of the file systems together.
+
+    ``lines`` says for each file system what is to be fetched and what is free, ``problems`` which cannot take it.
+    """
+    lines, problems = [], []
+    for mount in sorted({str(run["filesystem"]) for run in runs}):
+        here = [run for run in runs if run["filesystem"] == mount]
+        files, size = sum(len(run["fetched"]) for run in here), sum(int(run["fetch_bytes"]) for run in here)
+        needs, free = [int(run["need_bytes"]) for run in here], int(here[0]["free_bytes"])
+        lines.append(
+            f"{mount}: {files} file(s) to fetch, {size} bytes ({size / 2**30:.1f} GiB); at most {sum(needs)} bytes "
+            f"more are needed, {free} ({free / 2**30:.1f} GiB) are free"
+        )
+        short = sum(needs) - free
+        if short > 0:
+            names = ", ".join(str(run["path"]) for run in here)
+            problems.append(
+                f"The file system {mount} is too small for {names}: {' + '.join(map(str, needs))} - {free} = {short} "
+                f"bytes ({short / 2**30:.1f} GiB) are missing. Nothing was fetched."
+            )
+    return {"lines": lines, "problems": problems}
 
 
 def explain_status(

@@ -74,17 +74,48 @@ options:
       - Access token for a gated or private repository.
       - Handed to the client in memory only. Tokens that a login left on the node or in its environment are not used.
     type: str
+  join:
+    description:
+      - Files that the repository stores as C(NAME.partNN) are joined, and the parts removed. Each joined file is
+        verified against its SHA-256 in this file of the repository, which is in the format of C(sha256sum).
+      - Joining takes little room besides the parts themselves. Stopped anywhere, the next run goes on.
+      - Without it parts are files like others.
+    type: str
+  keep_parts:
+    description: Keep the parts after joining. Then the room for a second copy of the joined files is needed.
+    type: bool
+    default: false
   verify:
     description:
       - V(quick) hashes only files that the receipt does not vouch for.
       - V(full) hashes every file, which reads the whole directory.
+      - V(size) hashes nothing that has the right size. It is for check mode, to know soon what a run would fetch.
     type: str
-    choices: [quick, full]
+    choices: [quick, full, size]
     default: quick
   workers:
     description: How many files are fetched or hashed at the same time.
     type: int
     default: 4
+  peer:
+    description:
+      - Another node that has the files, instead of the hub. Files are copied over as many connections as O(workers),
+        each taken up where it was broken off, and verified here against the other node's receipt.
+      - The key of O(peer.ssh) must be answered by C(peer-serve) of the role C(peers).
+    type: dict
+    suboptions:
+      ssh:
+        description: The command that reaches the other node, up to its name.
+        type: list
+        elements: str
+        required: true
+      name:
+        description: What the other node calls the directory.
+        type: str
+        required: true
+  progress:
+    description: File to tell in how far the run is; set by the action plugin.
+    type: path
   source_dir:
     description:
       - For a node without a hub. A directory on the node that this module filled elsewhere, receipt included; files
@@ -92,8 +123,9 @@ options:
       - When it is O(dest) itself, the files are verified in place.
     type: path
 requirements:
-  - huggingface_hub 2.4 or newer, in the interpreter that runs the module; not when O(source_dir) is set or the receipt
-    is intact
+  - huggingface_hub 2.4 or newer, in the interpreter that runs the module; not when O(source_dir) or O(peer) is set or
+    the receipt is intact
+  - rsync, on both nodes, when O(peer) is set
 notes:
   - Run it with the virtual environment that has C(huggingface_hub), by setting C(ansible_python_interpreter) for the
     task.
@@ -120,6 +152,15 @@ EXAMPLES = r"""
     revision: 0123456789abcdef0123456789abcdef01234567
     dest: /srv/models/example-model
     verify: full
+
+- name: Fetch a model whose large files are stored in parts
+  sparkwright.dsv41.weights_fetch:
+    repo: example-org/example-model
+    revision: 0123456789abcdef0123456789abcdef01234567
+    dest: /srv/models/example-model
+    join: sha256-manifest.txt
+  vars:
+    ansible_python_interpreter: /opt/weights-venv/bin/python
 
 - name: Take the files from a disk that was filled elsewhere
   sparkwright.dsv41.weights_fetch:
@@ -151,7 +192,7 @@ bytes:
   returned: success
   type: int
 fetched:
-  description: The files fetched; in check mode, those that would be.
+  description: The files fetched; in check mode, those that would be. Parts of joined files are named one by one.
   returned: always
   type: list
   elements: str
@@ -159,10 +200,18 @@ fetch_bytes:
   description: Size of the files in RV(fetched) together.
   returned: success
   type: int
+need_bytes:
+  description: Room that the run needs at its fullest, besides what the directory holds already.
+  returned: success
+  type: int
 free_bytes:
   description: Free space of the directory's file system before fetching.
   returned: success
   type: int
+filesystem:
+  description: Mount point of that file system.
+  returned: success
+  type: str
 receipt:
   description: Path of the receipt.
   returned: success
@@ -184,14 +233,12 @@ findings:
       type: str
 """
 
-import errno
+import contextlib
 import fcntl
-import json
 import os
 import shutil
 import tempfile
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -199,6 +246,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule, missing_required_lib
+from ansible_collections.sparkwright.dsv41.plugins.module_utils import join
+from ansible_collections.sparkwright.dsv41.plugins.module_utils.progress import Progress
+from ansible_collections.sparkwright.dsv41.plugins.module_utils.weight_sources import (
+    SCRATCH,
+    DirectorySource,
+    HubSource,
+    Missing,
+    PeerSource,
+    Source,
+    Trouble,
+    remove,
+)
 from ansible_collections.sparkwright.dsv41.plugins.module_utils.weights import (
     RECEIPT_NAME,
     Checked,
@@ -208,8 +267,8 @@ from ansible_collections.sparkwright.dsv41.plugins.module_utils.weights import (
     Receipt,
     ReceiptError,
     absent_names,
+    assemble,
     check_file,
-    explain_status,
     flush,
     is_commit,
     is_repo,
@@ -219,8 +278,6 @@ from ansible_collections.sparkwright.dsv41.plugins.module_utils.weights import (
     write_receipt,
 )
 
-# Seconds for the one answer that lists the files; file transfers have the client's own limits.
-LIST_TIMEOUT = 30
 ATTEMPTS = 2
 
 
@@ -230,18 +287,6 @@ class Failure(Exception):
     def __init__(self, message: str, **result: Any) -> None:
         super().__init__(message)
         self.result = result
-
-
-class Trouble(Exception):
-    """One file could not be had; ``stop`` says that trying others is of no use."""
-
-    def __init__(self, message: str, stop: bool) -> None:
-        super().__init__(message)
-        self.stop = stop
-
-
-class WebPage(Exception):
-    """A web page came where a file or a listing was asked for."""
 
 
 @dataclass(frozen=True)
@@ -255,155 +300,13 @@ class Request:
     must_exist: tuple[str, ...]
     endpoint: str | None
     token: str | None = field(repr=False)
-    full: bool
+    verify: str
     workers: int
     source_dir: str | None
-
-
-class HubClient:
-    """The few calls to huggingface_hub, with its many exceptions turned into Trouble.
-
-    ``scratch`` is a private directory for all that the client would otherwise keep in the user's home.
-    """
-
-    def __init__(self, request: Request, scratch: str) -> None:
-        self.request = request
-        self.scratch = scratch
-        # The token is an argument of each call. Nothing that others left on the node may take its place, none is
-        # stored, and nobody but the endpoint is told about this run.
-        for name in "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE":
-            os.environ.pop(name, None)
-        os.environ.update(
-            HF_HOME=scratch,
-            HF_HUB_CACHE=os.path.join(scratch, "hub"),
-            HF_TOKEN_PATH=os.path.join(scratch, "token"),
-            HF_XET_CACHE=os.path.join(scratch, "xet"),
-            # Each byte is read once; a cache of chunks would only fill the node's temporary directory.
-            HF_XET_CHUNK_CACHE_SIZE_BYTES="0",
-            HF_XET_TELEMETRY_ENABLED="0",
-            HF_HUB_DISABLE_IMPLICIT_TOKEN="1",
-            HF_HUB_DISABLE_TELEMETRY="1",
-            HF_HUB_DISABLE_PROGRESS_BARS="1",
-            HF_HUB_VERBOSITY="error",
-        )
-        if request.endpoint:
-            os.environ["HF_ENDPOINT"] = request.endpoint
-        try:
-            import huggingface_hub
-            from huggingface_hub import constants, get_session, set_client_factory
-        except ImportError:
-            raise Failure(
-                missing_required_lib(
-                    "huggingface_hub (2.4 or newer)",
-                    reason="to fetch weights. Set ansible_python_interpreter of this task to the virtual environment "
-                    "that has it",
-                ),
-                exception=traceback.format_exc(),
-            ) from None
-        self.hub = huggingface_hub
-        self.endpoint = (request.endpoint or str(constants.ENDPOINT)).rstrip("/")
-        session = get_session()
-        client_class, hooks = type(session), {**session.event_hooks, "response": [_refuse_web_page]}
-        set_client_factory(lambda: client_class(event_hooks=hooks, follow_redirects=True, timeout=None))
-
-    def list_files(self) -> tuple[FileEntry, ...]:
-        """All files of the commit. Raises Trouble."""
-        request = self.request
-        try:
-            api = self.hub.HfApi(endpoint=self.endpoint, token=request.token or False)
-            info = api.model_info(request.repo, revision=request.revision, files_metadata=True, timeout=LIST_TIMEOUT)
-        except Exception as error:
-            raise self._trouble(error) from error
-        if info.sha != request.revision:
-            raise Trouble(f"{self.endpoint} answers with commit {info.sha} instead of {request.revision}", stop=True)
-        try:
-            return tuple(
-                FileEntry(
-                    sibling.rfilename,
-                    -1 if sibling.size is None else sibling.size,
-                    f"sha256:{sibling.lfs.sha256}" if sibling.lfs else f"git-sha1:{sibling.blob_id}",
-                )
-                for sibling in info.siblings or ()
-            )
-        except ValueError as error:
-            raise Trouble(f"The listing of {self.endpoint} cannot be used: {error}", stop=True) from error
-
-    def probe(self, path: str) -> None:
-        """Ask for one file's headers, to know whether files may be had at all before trying each. Raises Trouble."""
-        request = self.request
-        try:
-            url = self.hub.hf_hub_url(request.repo, path, revision=request.revision, endpoint=self.endpoint)
-            self.hub.get_hf_file_metadata(url, token=request.token or False, timeout=LIST_TIMEOUT)
-        except Exception as error:
-            raise self._trouble(error, path) from error
-
-    def fetch(self, path: str) -> None:
-        """Fetch one file into the destination. Raises Trouble."""
-        request = self.request
-        try:
-            self.hub.hf_hub_download(
-                request.repo,
-                path,
-                revision=request.revision,
-                local_dir=request.dest,
-                endpoint=self.endpoint,
-                token=request.token or False,
-                cache_dir=os.path.join(self.scratch, "hub"),
-            )
-        except Exception as error:
-            raise self._trouble(error, path) from error
-
-    def _trouble(self, error: BaseException, path: str = "") -> Trouble:
-        """Say what went wrong in words that lead somewhere; the client wraps causes, so the chain is searched."""
-        chain: list[BaseException] = []
-        link: BaseException | None = error
-        while link is not None and link not in chain:
-            chain.append(link)
-            link = link.__cause__
-        for link in chain:
-            if isinstance(link, WebPage):
-                return Trouble(
-                    f"{self.endpoint} answers with a web page instead of {path or 'the list of files'}: "
-                    "a proxy or a login page stands between this node and the hub",
-                    stop=True,
-                )
-            response = getattr(link, "response", None)
-            if response is not None:
-                message, stop = explain_status(
-                    response.status_code,
-                    response.headers.get("X-Error-Code", ""),
-                    response.headers.get("X-Error-Message", ""),
-                    repo=self.request.repo,
-                    revision=self.request.revision,
-                    endpoint=self.endpoint,
-                    path=path,
-                    has_token=bool(self.request.token),
-                )
-                return Trouble(message, stop)
-            # By name: the HTTP library under the client was replaced twice, the names stayed.
-            names = {kind.__name__ for kind in type(link).__mro__}
-            if names & {"ConnectError", "ConnectTimeout", "ProxyError", "UnsupportedProtocol"}:
-                return Trouble(
-                    f"Cannot reach the hub at {self.endpoint} ({link}): check the network, the proxy and the endpoint, "
-                    "or fetch elsewhere and use source_dir",
-                    stop=True,
-                )
-            if "TransportError" in names:
-                return Trouble(
-                    f"the connection to {self.endpoint} was dropped ({link}): run again, finished files are kept",
-                    stop=False,
-                )
-            if isinstance(link, json.JSONDecodeError) or "FileMetadataError" in names:
-                return Trouble(f"{self.endpoint} does not answer as a model hub does ({link})", stop=True)
-        return Trouble(f"{type(error).__name__}: {error}", stop=False)
-
-
-def _refuse_web_page(response: Any) -> None:
-    """Called for each answer, before its body is read, so that no page is ever stored as a file."""
-    content_type = response.headers.get("Content-Type", "")
-    wanted = response.url.path.endswith((".html", ".htm"))
-    if response.status_code in (200, 206) and content_type.startswith("text/html") and not wanted:
-        raise WebPage(str(response.url))
+    peer: dict[str, Any] | None
+    join: str | None
+    keep_parts: bool
+    progress: str
 
 
 class Run:
@@ -413,20 +316,39 @@ class Run:
         self.module = module
         self.request = request
         self.fetched: list[str] = []
-        self._client: HubClient | None = None
-        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self.progress = Progress("" if module.check_mode else request.progress)
+        self._source: Source | None = None
+        self._ends = contextlib.ExitStack()
+        self._ends.callback(self.progress.close)
 
     @property
-    def client(self) -> HubClient:
+    def source(self) -> Source:
         """Made at the first use: a run that needs no network needs no client."""
-        if self._client is None:
-            self._scratch = tempfile.TemporaryDirectory(prefix="weights-", dir=self.module.tmpdir)
-            self._client = HubClient(self.request, self._scratch.name)
-        return self._client
+        if self._source is None:
+            request = self.request
+            commit = (request.dest, request.repo, request.revision, request.include)
+            if request.source_dir is not None:
+                self._source = DirectorySource(request.source_dir, *commit)
+            elif request.peer is not None:
+                self._source = PeerSource(request.peer["ssh"], request.peer["name"], *commit)
+            else:
+                self._source = self._hub()
+            self._ends.callback(self._source.close)
+        return self._source
+
+    def _hub(self) -> HubSource:
+        request = self.request
+        scratch = self._ends.enter_context(tempfile.TemporaryDirectory(prefix="weights-", dir=self.module.tmpdir))
+        try:
+            return HubSource(request.repo, request.revision, request.dest, request.endpoint, request.token, scratch)
+        except Missing as missing:
+            reason = (
+                "to fetch weights. Set ansible_python_interpreter of this task to the virtual environment that has it"
+            )
+            raise Failure(missing_required_lib(str(missing), reason=reason)) from missing
 
     def close(self) -> None:
-        if self._scratch is not None:
-            self._scratch.cleanup()
+        self._ends.close()
 
     def __call__(self) -> dict[str, Any]:
         request = self.request
@@ -434,21 +356,25 @@ class Run:
         manifest = self._manifest(receipt)
         checked = self._examine(manifest, receipt)
         todo = [item for item in checked if item.finding]
-        free = shutil.disk_usage(_existing_parent(request.dest)).free
-        if todo:
-            if self.module.check_mode:
-                self._may_fetch(todo, free)
-            else:
-                os.makedirs(request.dest, exist_ok=True)
-                with _alone_in(request.dest):
+        filesystem = _mount_point(request.dest)
+        free = shutil.disk_usage(filesystem).free
+        fetch, need = self._needs(todo)
+        if todo and self.module.check_mode:
+            self._may_fetch(todo, fetch, need, free)
+        elif todo:
+            os.makedirs(request.dest, exist_ok=True)
+            with _alone_in(request.dest, lambda: self._begin_fetching("waiting for an earlier run,", fetch)) as at_once:
+                if at_once:
                     _remove_leftovers(request.dest)
                     free = shutil.disk_usage(request.dest).free
-                    self._may_fetch(todo, free)
+                    self._may_fetch(todo, fetch, need, free)
                     if receipt and not receipt.manifest.answers(request.repo, request.revision, request.include):
                         # From here on the directory is neither the old commit nor the new one.
                         os.unlink(os.path.join(request.dest, RECEIPT_NAME))
-                    fetched = self._fetch_all(todo)
-                    checked = [fetched.get(item.entry.path, item) for item in checked]
+                    done = self._fetch_all(todo, fetch)
+                    checked = [done.get(item.entry.path, item) for item in checked]
+            if not at_once:
+                return self()
         changed = bool(todo) or receipt is None or receipt.manifest != manifest
         if not self.module.check_mode:
             self._record(manifest, receipt, checked)
@@ -458,9 +384,11 @@ class Run:
             "changed": changed,
             "files": len(manifest.files),
             "bytes": manifest.size,
-            "fetched": [item.entry.path for item in todo],
-            "fetch_bytes": sum(item.entry.size for item in todo),
+            "fetched": [entry.path for entry in fetch],
+            "fetch_bytes": sum(entry.size for entry in fetch),
+            "need_bytes": need,
             "free_bytes": free,
+            "filesystem": filesystem,
             "receipt": os.path.join(request.dest, RECEIPT_NAME),
         }
         if self.module._diff:
@@ -475,20 +403,27 @@ class Run:
             return None
 
     def _manifest(self, receipt: Receipt | None) -> Manifest:
-        """What the directory must hold: by the receipt if it is for this request, else by the source or the hub."""
+        """What the directory must hold: by the receipt if it is for this request, else by the source."""
         request = self.request
-        if receipt and receipt.manifest.answers(request.repo, request.revision, request.include):
+        if receipt and self._is_for_this(receipt.manifest):
             absent = absent_names(request.must_exist, receipt.manifest)
             if not absent:
                 return receipt.manifest
             if not request.include:
                 raise _named_but_absent(absent)
             # The receipt does not know what include left out; a source that knows gives the better message.
-        files = self._source_files() if request.source_dir is not None else self._hub_files()
-        selected, unmatched = select(files, request.include)
+        try:
+            files = self.source.files()
+            selected, unmatched = select(files, request.include)
+            where = f"{request.repo} at {request.revision}"
+            findings = [
+                FileFinding(pattern, f"no file in {where} that matches", "one at least") for pattern in unmatched
+            ]
+            if request.join and not findings:
+                selected = self._joined(selected)
+        except Trouble as trouble:
+            raise Failure(str(trouble)) from trouble
         manifest = Manifest(request.repo, request.revision, tuple(sorted(set(request.include))), selected)
-        where = f"{request.repo} at {request.revision}"
-        findings = [FileFinding(pattern, f"no file in {where} that matches", "one at least") for pattern in unmatched]
         findings += absent_names(request.must_exist, manifest, [entry.path for entry in files])
         if findings:
             raise _named_but_absent(findings)
@@ -496,41 +431,45 @@ class Run:
             raise Failure(f"{where} has no files.")
         return manifest
 
-    def _hub_files(self) -> tuple[FileEntry, ...]:
-        try:
-            return self.client.list_files()
-        except Trouble as trouble:
-            raise Failure(str(trouble)) from trouble
-
-    def _source_files(self) -> tuple[FileEntry, ...]:
+    def _is_for_this(self, manifest: Manifest) -> bool:
         request = self.request
-        source = str(request.source_dir)
-        wanted = f"{request.repo} at {request.revision}"
+        whole = not (request.join and _in_parts(manifest.files))
+        return whole and manifest.answers(request.repo, request.revision, request.include)
+
+    def _joined(self, files: tuple[FileEntry, ...]) -> tuple[FileEntry, ...]:
+        """The files after joining. Raises Failure when the parts or their digests cannot be used, and Trouble."""
         try:
-            receipt = read_receipt(source)
-        except ReceiptError as error:
-            raise Failure(f"source_dir: {error}") from error
-        if receipt is None:
-            raise Failure(
-                f"source_dir {source} has no receipt ({RECEIPT_NAME}), so nothing says what its files must be: fetch "
-                f"{wanted} with this module where a hub can be reached, and bring the whole directory."
-            )
-        manifest = receipt.manifest
-        if (manifest.repo, manifest.revision) != (request.repo, request.revision):
-            raise Failure(f"source_dir {source} holds {manifest.repo} at {manifest.revision}, needed {wanted}.")
-        if manifest.include and set(manifest.include) != set(request.include):
-            raise Failure(
-                f"source_dir {source} was filled with include {', '.join(manifest.include)}; "
-                f"needed {', '.join(request.include) or 'all files'}."
-            )
-        return manifest.files
+            parts = join.group_parts(entry.path for entry in files)
+            # Where parts were joined before the files came here, nothing is left to join.
+            digests = join.parse_sha256_manifest(self._text(str(self.request.join))) if parts else {}
+        except join.JoinError as error:
+            raise Failure(str(error), findings=[finding.as_dict() for finding in error.findings]) from error
+        after = assemble(files, parts, digests)
+        findings = [item for item in after if isinstance(item, FileFinding)]
+        if findings:
+            raise _failure("Files in parts cannot be verified:", findings)
+        return tuple(item for item in after if isinstance(item, FileEntry))
+
+    def _text(self, path: str) -> str:
+        try:
+            return self.source.read(path).decode()
+        except UnicodeDecodeError as error:
+            raise Trouble(f"{path} is no text: {error}", stop=True) from error
 
     def _examine(self, manifest: Manifest, receipt: Receipt | None) -> list[Checked]:
         request = self.request
+        self.progress.begin("verifying", manifest.size)
 
         def look(entry: FileEntry) -> Checked:
             try:
-                return check_file(request.dest, entry, receipt, rehash=request.full)
+                return check_file(
+                    request.dest,
+                    entry,
+                    receipt,
+                    rehash=request.verify == "full",
+                    size_only=request.verify == "size",
+                    on_bytes=self.progress.add,
+                )
             except OSError as error:
                 return Checked(
                     entry, FileFinding(entry.path, f"a file that cannot be read ({error})", "a readable one")
@@ -539,40 +478,67 @@ class Run:
         with ThreadPoolExecutor(request.workers) as pool:
             return list(pool.map(look, manifest.files))
 
-    def _may_fetch(self, todo: Sequence[Checked], free: int) -> None:
+    def _needs(self, todo: Sequence[Checked]) -> tuple[list[FileEntry], int]:
+        """The files to fetch, parts in the place of what they make, and the room in bytes to fetch and join them."""
+        request = self.request
+        fetch, freed, joining = [], 0, 0
+        for item in todo:
+            entry = item.entry
+            if not entry.parts:
+                fetch.append(entry)
+                freed += item.size
+                continue
+            pairs = _pairs(entry)
+            state = join.pending(request.dest, entry.path, pairs, entry.digest)
+            # What is there by that name is wrong, and in the way of nothing but itself.
+            needed = [part.path for part in entry.parts] if state.complete else state.needed
+            missing = []
+            for part in entry.parts:
+                # A part that is appended half has lost its beginning: that it is there is all that can be said.
+                there = os.path.join(request.dest, part.path)
+                if part.path == state.partial and os.path.isfile(there):
+                    continue
+                if part.path in needed and check_file(request.dest, part, size_only=True).finding:
+                    missing.append(part)
+            fetch += missing
+            joining = max(joining, join.room_needed(pairs, request.keep_parts, state.joined))
+            freed += item.size if state.complete else 0
+        return fetch, sum(entry.size for entry in fetch) + joining - freed
+
+    def _may_fetch(self, todo: Sequence[Checked], fetch: Sequence[FileEntry], need: int, free: int) -> None:
         """Raises Failure when fetching cannot succeed: not enough space, or no access."""
         request = self.request
         if request.source_dir is not None and _same(request.source_dir, request.dest):
             raise _bad_files([item.finding for item in todo if item.finding], request, "source_dir is dest itself.")
-        need = sum(item.entry.size for item in todo)
-        message = too_small(need, sum(item.size for item in todo), free, request.dest, len(todo))
+        size = sum(entry.size for entry in fetch)
+        message = too_small(size, size - need, free, request.dest, len(fetch))
         if message:
             raise Failure(message)
-        if request.source_dir is None:
-            try:
-                self.client.probe(todo[0].entry.path)
-            except Trouble as trouble:
-                if trouble.stop:
-                    raise Failure(str(trouble)) from trouble
-                # Of this file alone, or passing: fetching tries again and reports all files.
+        if not fetch or (request.peer is not None and self.module.check_mode):
+            return
+        try:
+            self.source.probe(fetch[0].path)
+        except Trouble as trouble:
+            if trouble.stop:
+                raise Failure(str(trouble)) from trouble
+            # Of this file alone, or passing: fetching tries again and reports all files.
 
-    def _fetch_all(self, todo: Sequence[Checked]) -> dict[str, Checked]:
-        """Fetch and verify each file; returns them by path. Raises Failure naming every file that is still bad."""
+    def _fetch_all(self, todo: Sequence[Checked], fetch: Sequence[FileEntry]) -> dict[str, Checked]:
+        """Fetch, join and verify; returns the files by path. Raises Failure naming every file that is still bad."""
         request = self.request
-        obtain: Callable[[str], None] = self._copy if request.source_dir is not None else self.client.fetch
         halt = threading.Event()
+        self._begin_fetching("fetching", fetch)
 
-        def fetch(item: Checked) -> Checked | str | None:
+        def bring(entry: FileEntry) -> Checked | str | None:
             """The verified or still bad file, the reason for all to stop, or None when another one stopped."""
-            entry = item.entry
             target = os.path.join(request.dest, entry.path)
             for _attempt in range(ATTEMPTS):
                 if halt.is_set():
                     return None
                 try:
                     # The client would keep a file that is there, right or wrong.
-                    _remove(target)
-                    obtain(entry.path)
+                    remove(target)
+                    self.source.fetch(entry.path)
                     result = check_file(request.dest, entry, rehash=True)
                     if result.finding is None:
                         flush(target)
@@ -586,34 +552,68 @@ class Run:
                     result = Checked(entry, FileFinding(entry.path, f"{type(error).__name__}: {error}", entry.digest))
             # A file known to be bad must not be there for an engine to load.
             with suppress(OSError):
-                _remove(target)
+                remove(target)
             return result
 
         with ThreadPoolExecutor(request.workers) as pool:
-            results = list(pool.map(fetch, todo))
+            results = list(pool.map(bring, fetch))
         reasons = sorted({result for result in results if isinstance(result, str)})
         done = {r.entry.path: r for r in results if isinstance(r, Checked) and r.finding is None}
         bad = [r.finding for r in results if isinstance(r, Checked) and r.finding]
         self.fetched = list(done)
         if reasons:
-            left = len(todo) - len(done)
-            bad += [i.finding for i, result in zip(todo, results) if i.finding and not isinstance(result, Checked)]
-            reasons.append(f"{left} of {len(todo)} file(s) are still to fetch; the others are kept.")
+            left = len(fetch) - len(done)
+            found = {item.entry.path: item.finding for item in todo}
+            nothing = [
+                found.get(entry.path) or FileFinding(entry.path, "nothing", f"{entry.size} bytes")
+                for entry, result in zip(fetch, results)
+                if not isinstance(result, Checked)
+            ]
+            bad += nothing
+            reasons.append(f"{left} of {len(fetch)} file(s) are still to fetch; the others are kept.")
         if bad:
             raise _bad_files(bad, request, *reasons)
+        shutil.rmtree(os.path.join(request.dest, SCRATCH), ignore_errors=True)
+        done.update(self._join_all([item.entry for item in todo if item.entry.parts]))
         return done
 
-    def _copy(self, path: str) -> None:
-        target = os.path.join(self.request.dest, path)
-        os.makedirs(os.path.dirname(target), exist_ok=True)
-        part = f"{target}.part"
-        try:
-            shutil.copyfile(os.path.join(str(self.request.source_dir), path), part)
-            os.replace(part, target)
-        except OSError as error:
-            _remove(part)
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            raise Trouble(f"cannot be copied from source_dir ({error})", stop=full) from error
+    def _begin_fetching(self, what: str, fetch: Sequence[FileEntry]) -> None:
+        """What the client and rsync write is seen in the sizes of their files."""
+        request = self.request
+        paths = [os.path.join(request.dest, entry.path) for entry in fetch]
+
+        def measure() -> int:
+            size = sum(os.path.getsize(path) for path in paths if os.path.exists(path))
+            for folder, _folders, names in os.walk(os.path.join(request.dest, ".cache")):
+                growing = [n for n in names if n.endswith(".incomplete") or folder.endswith(SCRATCH)]
+                with suppress(FileNotFoundError):
+                    size += sum(os.path.getsize(os.path.join(folder, name)) for name in growing)
+            return size
+
+        self.progress.begin(what, sum(entry.size for entry in fetch), measure)
+
+    def _join_all(self, entries: Sequence[FileEntry]) -> dict[str, Checked]:
+        """Join one after the other, which needs the least room. Raises Failure naming every file that is not joined."""
+        request = self.request
+        done: dict[str, Checked] = {}
+        bad: list[FileFinding] = []
+        self.progress.begin("joining", sum(entry.size for entry in entries))
+        for entry in entries:
+            arguments = (request.dest, entry.path, _pairs(entry), entry.digest, request.keep_parts, self.progress.add)
+            try:
+                join.join(*arguments)
+            except join.DigestMismatch as error:
+                # The parts were verified one by one, so what an earlier run joined is bad: they are fetched anew.
+                join.discard(request.dest, entry.path)
+                bad += error.findings
+            except join.JoinError as error:
+                bad += error.findings or [FileFinding(entry.path, str(error), entry.digest)]
+            else:
+                status = os.stat(os.path.join(request.dest, entry.path))
+                done[entry.path] = Checked(entry, None, status.st_size, status.st_mtime_ns)
+        if bad:
+            raise _bad_files(bad, request, "Joining failed; run again to go on.")
+        return done
 
     def _record(self, manifest: Manifest, receipt: Receipt | None, checked: Sequence[Checked]) -> None:
         fresh = Receipt(manifest, {item.entry: item.mtime_ns for item in checked if item.mtime_ns is not None})
@@ -634,18 +634,30 @@ class Run:
             )
 
 
+def _pairs(entry: FileEntry) -> list[tuple[str, int]]:
+    return [(part.path, part.size) for part in entry.parts]
+
+
+def _in_parts(files: Sequence[FileEntry]) -> bool:
+    """Whether some of these are parts that wait to be joined."""
+    try:
+        return bool(join.group_parts(entry.path for entry in files))
+    except join.JoinError:
+        return True
+
+
+def _failure(head: str, findings: Sequence[FileFinding]) -> Failure:
+    lines = "".join(f"\n  {finding}" for finding in findings)
+    return Failure(head + lines, findings=[finding.as_dict() for finding in findings])
+
+
 def _named_but_absent(findings: Sequence[FileFinding]) -> Failure:
-    return Failure(
-        "Files that are named do not exist:" + "".join(f"\n  {finding}" for finding in findings),
-        findings=[finding.as_dict() for finding in findings],
-    )
+    return _failure("Files that are named do not exist:", findings)
 
 
 def _bad_files(findings: Sequence[FileFinding], request: Request, *reasons: str) -> Failure:
     head = "\n".join([*reasons, f"{len(findings)} file(s) in {request.dest} are missing or bad:"])
-    return Failure(
-        head + "".join(f"\n  {finding}" for finding in findings), findings=[finding.as_dict() for finding in findings]
-    )
+    return _failure(head, findings)
 
 
 def _diff(manifest: Manifest, receipt: Receipt | None, todo: Sequence[Checked]) -> dict[str, Any]:
@@ -658,8 +670,12 @@ def _diff(manifest: Manifest, receipt: Receipt | None, todo: Sequence[Checked]) 
     }
 
 
-def _existing_parent(path: str) -> str:
+def _mount_point(path: str) -> str:
+    """Mount point of the file system that a path is on, or will be once its directories are made."""
     while not os.path.exists(path):
+        path = os.path.dirname(path)
+    path = os.path.realpath(path)
+    while not os.path.ismount(path):
         path = os.path.dirname(path)
     return path
 
@@ -668,32 +684,34 @@ def _same(one: str, other: str) -> bool:
     return os.path.realpath(one) == os.path.realpath(other)
 
 
-def _remove(path: str) -> None:
-    with suppress(FileNotFoundError):
-        os.unlink(path)
-
-
 def _remove_leftovers(dest: str) -> None:
     """Remove what a killed run left: the client gives each attempt its own name and never takes one up again."""
     for folder, _folders, names in os.walk(os.path.join(dest, ".cache", "huggingface", "download")):
         for name in names:
             if name.endswith(".incomplete"):
-                _remove(os.path.join(folder, name))
+                remove(os.path.join(folder, name))
 
 
 @contextmanager
-def _alone_in(dest: str) -> Iterator[None]:
-    """Keep a second run out of the directory. Raises Failure when one is at work there."""
+def _alone_in(dest: str, on_wait: Callable[[], None]) -> Iterator[bool]:
+    """Keep two runs from working in one directory; yields whether this one could begin at once.
+
+    A run outlives a controller that was killed, so the next one meets it: it tells so by ``on_wait``, waits, and then
+    has to look again at what is there.
+    """
     descriptor = os.open(dest, os.O_RDONLY)
+    at_once = True
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Failure(f"Another run is fetching into {dest}: wait for it to end.") from None
+            at_once = False
+            on_wait()
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError:
             # Some network file systems cannot lock a directory; every file is verified all the same.
             pass
-        yield
+        yield at_once
     finally:
         os.close(descriptor)
 
@@ -708,10 +726,21 @@ def main() -> None:
             "must_exist": {"type": "list", "elements": "str", "default": []},
             "endpoint": {"type": "str"},
             "token": {"type": "str", "no_log": True},
-            "verify": {"type": "str", "choices": ["quick", "full"], "default": "quick"},
+            "join": {"type": "str"},
+            "keep_parts": {"type": "bool", "default": False},
+            "verify": {"type": "str", "choices": ["quick", "full", "size"], "default": "quick"},
             "workers": {"type": "int", "default": 4},
             "source_dir": {"type": "path"},
+            "peer": {
+                "type": "dict",
+                "options": {
+                    "ssh": {"type": "list", "elements": "str", "required": True},
+                    "name": {"type": "str", "required": True},
+                },
+            },
+            "progress": {"type": "path"},
         },
+        mutually_exclusive=[("source_dir", "peer")],
         supports_check_mode=True,
     )
     params = module.params
@@ -723,14 +752,18 @@ def main() -> None:
         must_exist=tuple(params["must_exist"]),
         endpoint=params["endpoint"] or None,
         token=params["token"] or None,
-        full=params["verify"] == "full",
+        verify=params["verify"],
         workers=params["workers"],
         source_dir=params["source_dir"] or None,
+        peer=params["peer"],
+        join=params["join"] or None,
+        keep_parts=params["keep_parts"],
+        progress=params["progress"] or "",
     )
     same = {"repo": request.repo, "revision": request.revision, "path": request.dest}
     run = Run(module, request)
     try:
-        _refuse_bad_options(request)
+        _refuse_bad_options(request, module.check_mode)
         result = run()
     except Failure as failure:
         module.fail_json(msg=str(failure), fetched=run.fetched, **same, **failure.result)
@@ -741,7 +774,7 @@ def main() -> None:
     module.exit_json(**same, **result)
 
 
-def _refuse_bad_options(request: Request) -> None:
+def _refuse_bad_options(request: Request, check_mode: bool) -> None:
     if not is_repo(request.repo):
         raise Failure(f"repo must be organisation/name, not {request.repo!r}.")
     if not is_commit(request.revision):
@@ -751,6 +784,8 @@ def _refuse_bad_options(request: Request) -> None:
         )
     if not os.path.isabs(request.dest):
         raise Failure(f"dest must be an absolute path, not {request.dest!r}.")
+    if request.verify == "size" and not check_mode:
+        raise Failure("verify: size proves nothing, so it is for check mode only; needed quick or full.")
     if request.workers < 1:
         raise Failure(f"workers must be 1 or more, not {request.workers}.")
 

@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT, Lab, passed
 
 TAGS = ["preflight", "fabric", "peers", "weights", "weight_sync", "image", "engine", "smoke"]
-PLACE = "/var/lib/sparkwright/weights/sparkwright--arith-exl3-3bpw"
+PLACE = "/var/lib/sparkwright/weights/arith-exl3-3bpw"
 
 
 def test_second_run_changes_nothing_and_tells_no_secret(lab: Lab) -> None:
@@ -185,10 +185,10 @@ def test_half_a_file_is_refused_and_fetched_again(lab: Lab) -> None:
 
 
 def test_a_file_that_the_hub_lacks_is_named(lab: Lab) -> None:
-    recipe = (ROOT / "roles/recipe/files/recipes/lab.yml").read_text()
-    revision = recipe.partition("revision: ")[2].split()[0]
+    catalog = (ROOT / "roles/recipe/files/weights.yml").read_text()
+    revision = catalog.partition("arith-exl3-3bpw:")[2].partition("revision: ")[2].split()[0]
     entry = {
-        "repo": "sparkwright/arith-exl3-3bpw", "revision": revision, "include": ["*"],
+        "id": "x", "repo": "sparkwright/arith-exl3-3bpw", "revision": revision, "include": ["*"], "join": "",
         "must_exist": ["config.json", "model-00002-of-00002.safetensors"], "path": "/var/lib/sparkwright/weights/x",
     }  # fmt: skip
     outcome = lab.playbook("site.yml", "--tags", "weights", "-e", json.dumps({"weights_list": [entry]}))
@@ -217,7 +217,7 @@ def test_a_killed_controller_loses_nothing(lab: Lab) -> None:
         lab.ssh(host, "rm -r", PLACE)
     points = [
         "weights : Fetch and verify",
-        "weight_sync : Copy from the head",
+        "weight_sync : Copy from the head and verify",
         "image : Build the image",
         "image : Fetch the image from the head",
         "engine : Start the rank",

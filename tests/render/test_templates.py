@@ -9,16 +9,21 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
 PARSERS = {"peer-serve": ["sh", "-n"]}
+VARIABLES = {
+    "peers_stream_ports": "18730-18793",
+    "peers_weights": [{"id": "model", "path": "/var/lib/sparkwright/weights/model"}],
+}
 TEMPLATES = sorted(ROOT.glob("roles/*/templates/*.j2"))
 
 
-def render(template: Path, target: Path, **variables: str) -> None:
+def render(template: Path, target: Path, **variables: Any) -> None:
     argument = json.dumps({"src": str(template), "dest": str(target), "mode": "0700"})
     command = ["ansible", "localhost", "-c", "local", "-m", "ansible.builtin.template", "-a", argument]
     command += ["-e", json.dumps(variables)]
@@ -33,7 +38,7 @@ def test_every_template_has_a_parser() -> None:
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.stem)
 def test_rendered(template: Path, tmp_path: Path) -> None:
     target = tmp_path / template.stem
-    render(template, target, peers_shared_directory="/var/lib/sparkwright/weights")
+    render(template, target, **VARIABLES)
     golden = GOLDEN / template.stem
     if os.environ.get("SPARKWRIGHT_UPDATE_GOLDEN"):
         golden.write_text(target.read_text())
@@ -42,12 +47,15 @@ def test_rendered(template: Path, tmp_path: Path) -> None:
 
 
 def test_a_hostile_directory_stays_one_word(tmp_path: Path) -> None:
-    target, hostile = tmp_path / "peer-serve", f"/x; touch {tmp_path}/broken"
-    render(ROOT / "roles/peers/templates/peer-serve.j2", target, peers_shared_directory=hostile)
-    recorder = tmp_path / "rrsync"
-    recorder.write_text('#!/bin/sh\necho "$#:$2"\n')
-    recorder.chmod(0o755)
-    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SSH_ORIGINAL_COMMAND": "rsync --server --sender -x . y"}
+    target, hostile = tmp_path / "peer-serve", f"{tmp_path}/x; touch {tmp_path}/broken"
+    render(
+        ROOT / "roles/peers/templates/peer-serve.j2",
+        target,
+        **{**VARIABLES, "peers_weights": [{"id": "model", "path": hostile}]},
+    )
+    Path(hostile).mkdir(parents=True)
+    (Path(hostile) / ".sparkwright-weights.json").write_text("the receipt")
+    env = {"PATH": "/usr/bin:/bin", "SSH_ORIGINAL_COMMAND": "receipt model"}
     answer = subprocess.run([str(target)], env=env, capture_output=True, text=True, check=True)
-    assert answer.stdout.strip() == f"2:{hostile}"
+    assert answer.stdout == "the receipt"
     assert not (tmp_path / "broken").exists()

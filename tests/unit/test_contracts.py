@@ -165,7 +165,7 @@ def ask(spec: Any) -> None:
 
 def argument_spec(name: str) -> dict[str, Any]:
     """The specification that really is used: of the module, or of the action plugin in its place."""
-    if (ROOT / f"plugins/action/{name}.py").exists():
+    if not hasattr(importlib.import_module(f"{NAMESPACE}.modules.{name}"), "main"):
         action = importlib.import_module(f"{NAMESPACE}.action.{name}").ActionModule
         with (
             mock.patch.object(ActionBase, "run", lambda *_: {}),

@@ -31,8 +31,14 @@ def test_key_is_private(worker):
         "image ubuntu:latest",
         "image sparkwright/x;id",
         "image sparkwright/$(id)",
-        "rsync --server --sender -logDtpre.iLsfxCIvu . ../secrets/",
+        "rsync --server --sender -logDtpre.iLsfxCIvu . x/",
         "rsync --server -logDtpre.iLsfxCIvu . x/",
+        "receipt ../secrets",
+        "receipt .",
+        "receipt a/b",
+        "weights x;id",
+        "weights $(id)",
+        "weights",
     ],
 )
 def test_head_refuses_everything_else(worker, command):

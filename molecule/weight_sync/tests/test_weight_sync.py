@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 
 LAB = Path(__file__).parents[3] / ".lab"
-PLACE = "/var/lib/sparkwright/weights/sparkwright--arith-exl3-3bpw"
+PLACE = "/var/lib/sparkwright/weights/arith-exl3-3bpw"
 DIGESTS = f"cd {PLACE} && find . -type f -not -path './.cache/*' -exec sha256sum {{}} + | sort"
 
 

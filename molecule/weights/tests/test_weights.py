@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 FIXTURE = Path(__file__).parents[3] / "tests/fixtures/models/arith-exl3-3bpw"
-PLACE = "/var/lib/sparkwright/weights/sparkwright--arith-exl3-3bpw"
+PLACE = "/var/lib/sparkwright/weights/arith-exl3-3bpw"
 
 
 @pytest.mark.parametrize("path", sorted(path.name for path in FIXTURE.iterdir()))

@@ -97,7 +97,7 @@ def recipes(directory: Path, data: dict[str, Any]) -> str:
     """A directory of recipes with one recipe, `lab`, and the project's engines."""
     (directory / "recipes").mkdir(parents=True)
     (directory / "recipes/lab.yml").write_text(yaml.safe_dump(data, sort_keys=False))
-    for name in ("engines", "fabric.yml"):
+    for name in ("engines", "fabric.yml", "weights.yml"):
         (directory / name).symlink_to(RECIPES / name)
     return f"recipe_directory={directory}"
 

@@ -20,6 +20,7 @@ FILES = Path(__file__).parents[4] / "roles/recipe/files"
 LAB = yaml.safe_load((FILES / "recipes/lab.yml").read_text())
 ENGINE = yaml.safe_load((FILES / "engines/vllm.yml").read_text())
 FABRIC_DATA = yaml.safe_load((FILES / "fabric.yml").read_text())
+CATALOG = yaml.safe_load((FILES / "weights.yml").read_text())
 IMAGE = {"name": "sparkwright/x:0123456789ab", "base_archive": "/a", "wheelhouse": "/w"}
 FABRIC = {"socket_interface": "enp1s0f0np0", "hcas": "=rocep1s0f0:1"}
 PER_RANK = {"--node-rank", "--host", "--port", "--middleware", "--headless"}
@@ -47,13 +48,13 @@ def put(data: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, An
 
 
 def plan_of(data: dict[str, Any] = LAB, inventory: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
-    plan, problems = recipe.resolve(data, ENGINE, inventory or hosts(), IMAGE, FABRIC_DATA, **more)
+    plan, problems = recipe.resolve(data, ENGINE, inventory or hosts(), IMAGE, FABRIC_DATA, CATALOG, **more)
     assert problems == [] and plan
     return plan.to_dict()
 
 
 def problems_of(data: dict[str, Any] = LAB, inventory: dict[str, Any] | None = None) -> list[str]:
-    plan, problems = recipe.resolve(data, ENGINE, inventory or hosts(), IMAGE, FABRIC_DATA)
+    plan, problems = recipe.resolve(data, ENGINE, inventory or hosts(), IMAGE, FABRIC_DATA, CATALOG)
     assert plan is None or not problems
     return problems
 
@@ -82,8 +83,12 @@ WRONG_RECIPES: list[tuple[tuple[Any, ...], Any, str]] = [
     (("nodes", 2), [], "recipe lab nodes.2 is []; needed a mapping"),
     (("weights",), [], "recipe lab: weights is empty; needed one repository or more"),
     (("weights",), "repo", "recipe lab: weights is 'repo'; needed a list"),
-    (("weights", 0, "repo"), GONE, "recipe lab: weights[0].repo is missing or not a string"),
-    (("weights", 0, "revision"), "main", "recipe lab: weights[0].revision is 'main'; needed 40 hex digits"),
+    (("weights", 0, "id"), GONE, "recipe lab: weights[0].id is missing or not a string"),
+    (
+        ("weights", 0, "id"),
+        "arith-exl3",
+        "recipe lab: weights: unknown key 'arith-exl3'; did you mean 'arith-exl3-3bpw'?",
+    ),
     (("env", "bad-name"), "1", "recipe lab: env key 'bad-name'; needed a variable name"),
     (("env", "EMPTY"), "", "recipe lab: env EMPTY is empty; write null to leave the variable out"),
     (("env", "LISTED"), [1], "recipe lab: env LISTED is [1]; needed a scalar"),
@@ -380,7 +385,7 @@ def test_the_hash_of_the_other_rank_changes_too() -> None:
 
 def test_the_hash_is_the_same_for_another_controller_and_changes_with_the_image() -> None:
     def of(image: dict[str, Any]) -> str:
-        plan, _ = recipe.resolve(LAB, ENGINE, hosts(), image, FABRIC_DATA)
+        plan, _ = recipe.resolve(LAB, ENGINE, hosts(), image, FABRIC_DATA, CATALOG)
         assert plan
         return str(recipe.bind_fabric(plan.to_dict(), "spark1", FABRIC)["hash"])
 
@@ -432,7 +437,7 @@ def test_without_rdma_no_rdma_environment() -> None:
 
 def test_an_engine_without_nccl_gets_none_of_its_variables() -> None:
     engine = {key: value for key, value in ENGINE.items() if key != "collectives"}
-    plan, _ = recipe.resolve(LAB, engine, hosts(), IMAGE, FABRIC_DATA)
+    plan, _ = recipe.resolve(LAB, engine, hosts(), IMAGE, FABRIC_DATA, CATALOG)
     assert plan and not [key for key in plan.ranks[0].env if key.startswith("NCCL_")]
 
 
@@ -471,3 +476,56 @@ def test_every_recipe_of_the_project_resolves_for_every_node_count(path: Path) -
     assert (FILES / "engines" / f"{data['engine']}.yml").exists()
     for count in data["nodes"]:
         plan_of(data, hosts(count, spark_recipe=data["id"]))
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def with_weights(*names: str) -> dict[str, Any]:
+    return put(LAB, ("weights",), [{"id": name, "mount": f"/{name}"} for name in names])
+
+
+def test_weights_come_from_the_catalog_and_lie_by_their_id() -> None:
+    (weights,) = plan_of()["weights"]
+    assert weights["repo"] == "sparkwright/arith-exl3-3bpw" and weights["join"] == ""
+    assert weights["path"] == "/var/lib/sparkwright/weights/arith-exl3-3bpw"
+
+
+@pytest.mark.parametrize("name", sorted(CATALOG))
+def test_every_entry_of_the_catalog_can_be_planned_once_it_is_pinned(name: str) -> None:
+    (weights,) = plan_of(with_weights(name), hosts(spark_weights_revisions={name: "a" * 40}))["weights"]
+    assert weights["revision"] == "a" * 40
+    assert set(CATALOG[name]) <= {"repo", "revision", "include", "must_exist", "join", "gib"}
+    assert not CATALOG[name].get("join") or CATALOG[name]["join"] in weights["must_exist"]
+
+
+def test_what_nobody_pins_is_not_fetched() -> None:
+    (problem,) = problems_of(with_weights("deepseek-v41-flash-exl3"))
+    assert "Mia-AiLab/DeepSeek-V4.1-Flash-EXL3-2.9bpw is pinned by nobody" in problem and "playbooks/pin.yml" in problem
+    (problem,) = problems_of(inventory=hosts(spark_weights_revisions={"arith-exl3-3bpw": "main"}))
+    assert "is 'main'; needed 40 hex digits" in problem
+
+
+def test_an_existing_tree_is_used_where_it_is() -> None:
+    plan = plan_of(inventory=hosts(spark_weights_paths={"arith-exl3-3bpw": "/srv/models/arith"}))
+    assert plan["weights"][0]["path"] == "/srv/models/arith"
+    assert {"source": "/srv/models/arith", "target": "/model", "read_only": True} in plan["ranks"][1]["mounts"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "problem"),
+    [
+        ({"spark_weights_paths": {"arith-exl3-3bpw": "models"}}, "spark_weights_paths: arith-exl3-3bpw is 'models'"),
+        ({"spark_weights_paths": {"arith": "/srv"}}, "spark_weights_paths: unknown key 'arith'"),
+        ({"spark_weights_revisions": {"arith-exl3-3bqw": "a" * 40}}, "did you mean 'arith-exl3-3bpw'?"),
+    ],
+)
+def test_bad_weights_variables(variables: dict[str, Any], problem: str) -> None:
+    assert any(problem in found for found in problems_of(inventory=hosts(**variables)))
+
+
+def test_tables_and_native_checkpoint_of_one_repository_do_not_share_a_directory() -> None:
+    names = ("deepseek-v41-flash-engram", "deepseek-v41-flash-native")
+    first, second = plan_of(with_weights(*names))["weights"]
+    assert (first["repo"], first["revision"]) == (second["repo"], second["revision"])
+    assert first["path"] != second["path"]

@@ -367,3 +367,45 @@ def test_explain_status(status: int, code: str, path: str, has_token: bool, says
     assert stops is stop
     assert "the hub says: quoted" in message
     assert len(message) < 500
+
+
+# --- joined files, and room for several repositories ------------------------------------------------------------------
+
+
+def piece(path: str, size: int) -> FileEntry:
+    return FileEntry(path, size, f"sha256:{hashlib.sha256(path.encode()).hexdigest()}")
+
+
+def test_joined_files_take_the_place_of_their_parts() -> None:
+    one, two, other = piece("x.part1", 10), piece("x.part2", 5), piece("config.json", 1)
+    digest = "a" * 64
+    after = weights.assemble([two, other, one], {"x": ("x.part1", "x.part2")}, {"x": digest})
+    assert after == [other, FileEntry("x", 15, f"sha256:{digest}", (one, two))]
+    finding = weights.assemble([one, two], {"x": ("x.part1", "x.part2")}, {})[0]
+    assert str(finding) == "x: found no digest in the repository's manifest, needed one, to verify the joined file"
+
+
+def test_a_receipt_remembers_the_parts(tmp_path: Path) -> None:
+    joined = FileEntry("x", 15, f"sha256:{'a' * 64}", (piece("x.part1", 10), piece("x.part2", 5)))
+    receipt = weights.Receipt(weights.Manifest("acme/x", "0" * 40, (), (joined,)), {joined: 7})
+    weights.write_receipt(str(tmp_path), receipt)
+    assert weights.read_receipt(str(tmp_path)) == receipt
+
+
+def ask(filesystem: str, need: int, free: int, files: int = 1) -> dict[str, Any]:
+    fetched = [f"f{number}" for number in range(files)]
+    where = {"filesystem": filesystem, "path": f"{filesystem}/{need}"}
+    return {**where, "fetched": fetched, "fetch_bytes": need, "need_bytes": need, "free_bytes": free}
+
+
+def test_room_is_that_of_each_file_system() -> None:
+    room = weights.room([ask("/a", 600, 1000), ask("/b", 10, 5), ask("/a", 400, 1000, files=2)])
+    assert room["lines"][0].startswith(
+        "/a: 3 file(s) to fetch, 1000 bytes (0.0 GiB); at most 1000 bytes more are needed"
+    )
+    assert len(room["lines"]) == 2
+    assert room["problems"] == [
+        "The file system /b is too small for /b/10: 10 - 5 = 5 bytes (0.0 GiB) are missing. Nothing was fetched."
+    ]
+    (problem,) = weights.room([ask("/a", 601, 1000), ask("/a", 400, 1000)])["problems"]
+    assert "for /a/601, /a/400: 601 + 400 - 1000 = 1 bytes" in problem

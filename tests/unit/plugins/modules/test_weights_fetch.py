@@ -4,13 +4,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +24,7 @@ from unittest import mock
 import pytest
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.testing import patch_module_args
-from ansible_collections.sparkwright.dsv41.plugins.module_utils import weights
+from ansible_collections.sparkwright.dsv41.plugins.module_utils import join, progress, weights
 from ansible_collections.sparkwright.dsv41.plugins.module_utils.weights import RECEIPT_NAME
 from ansible_collections.sparkwright.dsv41.plugins.modules import weights_fetch
 from hub import Hub, Rule
@@ -88,7 +91,7 @@ def offline(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def cut() -> None:
         hub.forget()
-        monkeypatch.setattr(weights_fetch, "HubClient", lambda *args: pytest.fail("the hub was asked"))
+        monkeypatch.setattr(weights_fetch, "HubSource", lambda *args: pytest.fail("the hub was asked"))
         monkeypatch.setattr(weights, "file_digest", lambda *args: pytest.fail("a file was read"))
 
     return cut
@@ -100,7 +103,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     digest = weights.file_digest
 
-    def count(path: str, kind: str, size: int) -> str:
+    def count(path: str, kind: str, size: int, on_bytes: object = None) -> str:
         names.append(os.path.basename(path))
         return digest(path, kind, size)
 
@@ -291,15 +294,35 @@ def test_a_killed_run_is_taken_up_after_the_finished_files(
     assert not any(path.exists() for path in leftovers)
 
 
-def test_a_second_run_at_the_same_time_is_refused(dest: Path, run: Runner) -> None:
+def test_a_run_waits_for_an_earlier_one_and_does_nothing_twice(
+    dest: Path, run: Runner, hub: Hub, tmp_path: Path
+) -> None:
     dest.mkdir()
     descriptor = os.open(dest, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        assert "Another run is fetching into" in run()["msg"]
-    finally:
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    path = tmp_path / "run/progress.json"
+    told: list[str] = []
+
+    def earlier() -> None:
+        """Fetches one file, as a run whose controller was killed, and ends once the other one waits for it."""
+        shutil.copy(hub_file(hub, SHARD), dest / SHARD)
+        end = time.monotonic() + 20
+        while not told and time.monotonic() < end:
+            with contextlib.suppress(OSError):
+                told.extend(line for line in [path.read_text()] if "waiting for an earlier run" in line)
         os.close(descriptor)
-    assert run()["changed"]
+
+    thread = threading.Thread(target=earlier)
+    thread.start()
+    result = run(progress=str(path))
+    thread.join()
+    assert told
+    assert sorted(result["fetched"]) == sorted(set(ALL) - {SHARD})
+    assert not hub.requests("GET", f"/resolve/.*{SHARD}")
+
+
+def hub_file(hub: Hub, path: str) -> Path:
+    return Path(hub._server.repositories.folder(REPO)) / path
 
 
 def test_another_commit_replaces_the_files_that_differ(hub: Hub, hub_root: Path, dest: Path, run: Runner) -> None:
@@ -488,13 +511,13 @@ def test_the_token_is_used_and_kept_nowhere(
     hub.faults(Rule(match=f"^/{REPO}/", action="gated", tokens={TOKEN: True}))
     monkeypatch.setenv("HF_TOKEN", "hf_left_by_a_login")
     environments: list[str] = []
-    fetch = weights_fetch.HubClient.fetch
+    fetch = weights_fetch.HubSource.fetch
 
     def watch(self: Any, path: str) -> None:
         environments.append(str(os.environ) + Path("/proc/self/cmdline").read_text())
         fetch(self, path)
 
-    monkeypatch.setattr(weights_fetch.HubClient, "fetch", watch)
+    monkeypatch.setattr(weights_fetch.HubSource, "fetch", watch)
     assert run(token=TOKEN)["fetched"] == ALL
     assert len(environments) == 5
     assert all(TOKEN not in text and "hf_left_by_a_login" not in text for text in environments)
@@ -546,7 +569,7 @@ def test_complete_files_without_receipt_do_not_pass_without_a_hub(dest: Path, ru
 def test_a_hub_that_goes_away_stops_all_files_and_says_which_are_left(
     hub: Hub, dest: Path, run: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fetch = weights_fetch.HubClient.fetch
+    fetch = weights_fetch.HubSource.fetch
     tried: list[str] = []
 
     def leave(self: Any, path: str) -> None:
@@ -555,7 +578,7 @@ def test_a_hub_that_goes_away_stops_all_files_and_says_which_are_left(
             self.endpoint = "http://127.0.0.1:9"
         fetch(self, path)
 
-    monkeypatch.setattr(weights_fetch.HubClient, "fetch", leave)
+    monkeypatch.setattr(weights_fetch.HubSource, "fetch", leave)
     result = run(workers=1)
     assert "Cannot reach the hub at http://127.0.0.1:9" in result["msg"]
     assert "4 of 5 file(s) are still to fetch" in result["msg"]
@@ -610,7 +633,7 @@ def source(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     """A directory that a node with a hub filled; after it was made there is no hub."""
     path = tmp_path / "transfer"
     assert run(dest=str(path))["changed"]
-    monkeypatch.setattr(weights_fetch, "HubClient", lambda *args: pytest.fail("the hub was asked"))
+    monkeypatch.setattr(weights_fetch, "HubSource", lambda *args: pytest.fail("the hub was asked"))
     return path
 
 
@@ -670,3 +693,273 @@ def test_source_dir_filled_with_fewer_files(run: Runner, tmp_path: Path) -> None
     message = run(source_dir=str(source))["msg"]
     assert "was filled with include *.json; needed all files" in message
     assert run(source_dir=str(source), include=["*.json"])["fetched"] == ["config.json"]
+
+
+# --- from another node ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def head(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Result]]:
+    """Pulls from a node that fetched the weights: its own peer-serve, run as sshd would, and a real rsync server."""
+    if os.geteuid() != 0 or not shutil.which("rsync") or not shutil.which("ss"):
+        pytest.skip("needs root, rsync and iproute2: the server reads files of root")
+    shared = tmp_path / "shared"
+    assert run(dest=str(shared / "tiny"))["changed"]
+    monkeypatch.setattr(weights_fetch, "HubSource", lambda *args: pytest.fail("the hub was asked"))
+    serve = (Path(__file__).parents[3] / "render/golden/peer-serve").read_text()
+    there = "/var/lib/sparkwright/weights/model"
+    assert there in serve
+    script = tmp_path / "ssh"
+    script.write_text(
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n'
+        'export SSH_ORIGINAL_COMMAND="$1" SSH_CONNECTION="127.0.0.1 4242 127.0.0.1 22"\n'
+        + serve.replace(there, str(shared / "tiny")).partition("\n")[2]
+    )
+    script.chmod(0o755)
+
+    def pull(**options: Any) -> Result:
+        return run(**{"peer": {"ssh": [str(script)], "name": "model"}, **options})
+
+    yield pull
+    assert not [line for line in listening() if "127.0.0.1:187" in line], "a server is left"
+    assert not list(Path("/run").glob("sparkwright-serve.*"))
+
+
+def listening() -> list[str]:
+    command = ["ss", "-Hltn"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def asked(tmp_path: Path) -> list[str]:
+    return (tmp_path / "asked").read_text().splitlines() if (tmp_path / "asked").exists() else []
+
+
+def test_pulls_all_files_and_a_second_run_asks_nobody(head: Callable[..., Result], dest: Path, tmp_path: Path) -> None:
+    first = head()
+    assert first["fetched"] == ALL
+    assert content(dest) == content(tmp_path / "shared/tiny")
+    assert not (dest / ".cache/sparkwright").exists()
+    assert asked(tmp_path) == ["receipt model", "weights model"]
+    assert not head()["changed"]
+    assert asked(tmp_path) == ["receipt model", "weights model"]
+
+
+def test_check_mode_pulls_nothing(head: Callable[..., Result], dest: Path, tmp_path: Path) -> None:
+    planned = head(check=True)
+    assert planned["changed"] and planned["fetched"] == ALL
+    assert planned["need_bytes"] == planned["fetch_bytes"] == planned["bytes"]
+    assert not dest.exists()
+    assert asked(tmp_path) == ["receipt model"]
+
+
+def test_a_broken_transfer_goes_on_where_it_ended(
+    head: Callable[..., Result], dest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = (tmp_path / "shared/tiny" / SHARD).read_bytes()
+    partial = dest / ".cache/sparkwright" / SHARD
+    partial.parent.mkdir(parents=True)
+    partial.write_bytes(whole[: len(whole) // 2])
+    run_command, said = subprocess.run, []
+
+    def watch(argv: list[str], **options: Any) -> Any:
+        argv = ["rsync", "--stats", *argv[1:]] if argv[0] == "rsync" and argv[-1].endswith(SHARD) else argv
+        done = run_command(argv, **options)
+        said.extend(line for line in str(done.stdout).splitlines() if line.startswith("Literal data:"))
+        return done
+
+    monkeypatch.setattr(subprocess, "run", watch)
+    assert head()["fetched"] == ALL
+    assert (dest / SHARD).read_bytes() == whole
+    (sent,) = (int(line.split()[2].replace(",", "")) for line in said)
+    assert 0 < sent <= len(whole) - len(whole) // 2
+
+
+def test_a_wrong_beginning_is_pulled_again(head: Callable[..., Result], dest: Path, tmp_path: Path) -> None:
+    whole = (tmp_path / "shared/tiny" / SHARD).read_bytes()
+    partial = dest / ".cache/sparkwright" / SHARD
+    partial.parent.mkdir(parents=True)
+    partial.write_bytes(b"\0" * (len(whole) // 2))
+    assert head()["fetched"] == ALL
+    assert (dest / SHARD).read_bytes() == whole
+
+
+def test_wrong_bytes_on_the_head_are_not_taken(head: Callable[..., Result], dest: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "shared/tiny" / SHARD
+    same_mtime(bad, flipped(bad))
+    result = head()
+    assert [finding["path"] for finding in result["findings"]] == [SHARD]
+    assert result["findings"][0]["found"].startswith("sha256:")
+    assert not (dest / SHARD).exists() and not (dest / RECEIPT_NAME).exists()
+    # What was good is kept, and only the bad file is pulled once it is right.
+    same_mtime(bad, flipped(bad))
+    assert head()["fetched"] == [SHARD]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"peer": {"ssh": ["/bin/false"], "name": "model"}},
+            "The head does not tell what model holds: no reason given",
+        ),
+        ({"revision": "0" * 40}, "The head holds acme/tiny at"),
+        ({"must_exist": ["tokenizer.json"]}, "tokenizer.json: found no such file"),
+    ],
+)
+def test_a_head_that_does_not_answer_the_request(
+    head: Callable[..., Result], dest: Path, options: Result, message: str
+) -> None:
+    assert message in head(**options)["msg"]
+    assert not dest.exists()
+
+
+def test_a_head_without_verified_weights(head: Callable[..., Result], tmp_path: Path, dest: Path) -> None:
+    (tmp_path / "shared/tiny" / RECEIPT_NAME).unlink()
+    assert "holds no verified weights" in head()["msg"]
+    assert not dest.exists()
+
+
+def test_the_password_is_in_no_command_line(
+    head: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run_command, seen = subprocess.run, []
+
+    def watch(argv: list[str], **options: Any) -> Any:
+        if argv[0] == "rsync":
+            password = options["env"]["RSYNC_PASSWORD"]
+            seen.append(password)
+            lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if readable(path)]
+            assert len(password) == 32 and not any(password.encode() in line for line in lines)
+            (state,) = Path("/run").glob("sparkwright-serve.*")
+            assert state.stat().st_mode & 0o777 == 0o700
+            refused = run_command(argv, env={**os.environ, "RSYNC_PASSWORD": "x"}, capture_output=True, check=False)
+            assert refused.returncode != 0 and b"auth failed" in refused.stderr
+        return run_command(argv, **options)
+
+    monkeypatch.setattr(subprocess, "run", watch)
+    assert head()["fetched"] == ALL
+    assert len(seen) == len(ALL)
+
+
+def readable(path: Path) -> bool:
+    try:
+        path.read_bytes()
+    except OSError:
+        return False
+    return True
+
+
+# --- files in parts ---------------------------------------------------------------------------------------------------
+
+BIG = "big.safetensors"
+
+
+@pytest.fixture
+def parts(hub: Hub, hub_root: Path, run: Runner) -> Callable[..., Result]:
+    """Fetches a repository that stores one file in three parts."""
+    folder = hub_root / "acme/parts"
+    folder.mkdir(parents=True)
+    whole = safetensors(b"x" * 3_000_000)
+    for number in range(3):
+        size = len(whole) // 3 + 1
+        (folder / f"{BIG}.part{number:02}").write_bytes(whole[number * size : (number + 1) * size])
+    (folder / "config.json").write_text("{}")
+    (folder / "sha256-manifest.txt").write_text(f"{hashlib.sha256(whole).hexdigest()}  {BIG}\n")
+
+    def fetch(**options: Any) -> Result:
+        join = {"join": "sha256-manifest.txt", "repo": "acme/parts", "revision": hub.commit("acme/parts")}
+        return run(**{**join, **options})
+
+    return fetch
+
+
+def safetensors(data: bytes) -> bytes:
+    header = json.dumps({"t": {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}}).encode()
+    return len(header).to_bytes(8, "little") + header + data
+
+
+PIECES = [f"{BIG}.part{number:02}" for number in range(3)]
+
+
+def test_parts_are_joined_and_a_second_run_needs_no_hub(
+    parts: Callable[..., Result], hub: Hub, dest: Path, offline: Callable[[], None]
+) -> None:
+    planned = parts(check=True)
+    assert planned["fetched"] == [*PIECES, "config.json", "sha256-manifest.txt"]
+    assert not dest.exists()
+    first = parts(must_exist=[BIG])
+    assert first["fetched"] == planned["fetched"]
+    assert sorted(content(dest)) == [BIG, "config.json", "sha256-manifest.txt"]
+    # Room: the whole, and one part at most while joining.
+    sizes = [(entry["path"], entry["bytes"]) for entry in hub.requests("GET", r"/resolve/.*part")]
+    assert planned["need_bytes"] == planned["fetch_bytes"] + join.room_needed(sizes) < planned["fetch_bytes"] * 1.5
+    revision = first["revision"]
+    offline()
+    assert not parts(revision=revision)["changed"]
+
+
+def test_a_joined_file_that_broke_is_made_again(parts: Callable[..., Result], hub: Hub, dest: Path) -> None:
+    parts()
+    good = (dest / BIG).read_bytes()
+    (dest / BIG).write_bytes(good[:-5] + b"wrong")
+    hub.forget()
+    assert parts()["fetched"] == PIECES
+    assert (dest / BIG).read_bytes() == good
+
+
+def test_parts_that_are_there_are_not_fetched_again(parts: Callable[..., Result], dest: Path, hub_root: Path) -> None:
+    parts(keep_parts=True)
+    assert sorted(content(dest)) == [BIG, *PIECES, "config.json", "sha256-manifest.txt"]
+    (dest / BIG).unlink()
+    assert parts()["fetched"] == []
+    assert sorted(content(dest)) == [BIG, "config.json", "sha256-manifest.txt"]
+
+
+def test_what_the_manifest_does_not_know_is_named(parts: Callable[..., Result], hub_root: Path, dest: Path) -> None:
+    (hub_root / "acme/parts/sha256-manifest.txt").write_text(f"{'0' * 64}  other.bin\n")
+    assert f"{BIG}: found no digest in the repository's manifest" in parts()["msg"]
+    (hub_root / "acme/parts/sha256-manifest.txt").write_text("no digest at all\n")
+    assert "found 'no digest at all'" in parts()["msg"]
+    assert not dest.exists()
+
+
+def test_a_wrong_whole_is_never_put_in_place(parts: Callable[..., Result], hub_root: Path, dest: Path) -> None:
+    (hub_root / "acme/parts/sha256-manifest.txt").write_text(f"{'0' * 64}  {BIG}\n")
+    result = parts()
+    assert f"sha256:{'0' * 64}" in result["msg"] and not (dest / BIG).exists()
+    assert not (dest / RECEIPT_NAME).exists()
+
+
+# --- planning ---------------------------------------------------------------------------------------------------------
+
+
+def test_size_only_hashes_nothing_and_is_for_check_mode(run: Runner, dest: Path, read: list[str]) -> None:
+    run()
+    (dest / RECEIPT_NAME).unlink()
+    (dest / SHARD).write_bytes(b"short")
+    read.clear()
+    assert run(check=True, verify="size")["fetched"] == [SHARD]
+    assert read == []
+    assert "for check mode only" in run(verify="size")["msg"]
+
+
+def test_progress_is_told_while_fetching(run: Runner, hub: Hub, dest: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run/progress.json"
+    hub.faults(Rule("/resolve/.*safetensors", "slow", seconds=1.5))
+    seen: list[str] = []
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.05):
+            with contextlib.suppress(OSError):
+                seen.append(path.read_text())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    result = run(progress=str(path))
+    ended.set()
+    thread.join()
+    samples = [sample for text in seen if (sample := progress.parse(text))]
+    assert {sample.what for sample in samples} >= {"fetching"}
+    assert all(sample.total_bytes == result["bytes"] for sample in samples)
+    assert not path.exists()
