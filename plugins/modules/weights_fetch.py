@@ -482,6 +482,7 @@ class Run:
         """The files to fetch, parts in the place of what they make, and the room in bytes to fetch and join them."""
         request = self.request
         fetch, freed, joining = [], 0, 0
+        size_only = request.verify == "size"
         for item in todo:
             entry = item.entry
             if not entry.parts:
@@ -498,7 +499,7 @@ class Run:
                 there = os.path.join(request.dest, part.path)
                 if part.path == state.partial and os.path.isfile(there):
                     continue
-                if part.path in needed and check_file(request.dest, part, size_only=True).finding:
+                if part.path in needed and check_file(request.dest, part, size_only=size_only).finding:
                     missing.append(part)
             fetch += missing
             joining = max(joining, join.room_needed(pairs, request.keep_parts, state.joined))

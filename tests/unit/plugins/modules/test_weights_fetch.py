@@ -915,6 +915,17 @@ def test_parts_that_are_there_are_not_fetched_again(parts: Callable[..., Result]
     assert sorted(content(dest)) == [BIG, "config.json", "sha256-manifest.txt"]
 
 
+def test_a_part_that_broke_is_fetched_again_and_no_other(parts: Callable[..., Result], dest: Path) -> None:
+    parts(keep_parts=True)
+    (dest / BIG).unlink()
+    flip = (dest / PIECES[1]).read_bytes()
+    (dest / PIECES[1]).write_bytes(flip[:-1] + bytes([flip[-1] ^ 1]))
+    assert parts(check=True, verify="size")["fetched"] == []
+    assert parts(check=True)["fetched"] == [PIECES[1]]
+    assert parts()["fetched"] == [PIECES[1]]
+    assert sorted(content(dest)) == [BIG, "config.json", "sha256-manifest.txt"]
+
+
 def test_what_the_manifest_does_not_know_is_named(parts: Callable[..., Result], hub_root: Path, dest: Path) -> None:
     (hub_root / "acme/parts/sha256-manifest.txt").write_text(f"{'0' * 64}  other.bin\n")
     assert f"{BIG}: found no digest in the repository's manifest" in parts()["msg"]
