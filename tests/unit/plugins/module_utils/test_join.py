@@ -594,9 +594,9 @@ class Doom:
             end = stream.seek(0, os.SEEK_END)
             stream.seek(self.safe_bytes)
             stream.write(b"?" * (end - self.safe_bytes))
-        for path, size in self.removed.items():
-            if path in self.safe_names and not (path == first.name and growing.exists()):
-                with open(root / path, "wb") as stream:
+        for part, size in self.removed.items():
+            if part in self.safe_names and not (part == first.name and growing.exists()):
+                with open(root / part, "wb") as stream:
                     self.real["ftruncate"](stream.fileno(), size)
         if self.safe_journal is not None:
             (root / JOURNAL).write_bytes(self.safe_journal)
