@@ -7,14 +7,13 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from ansible import constants
 from ansible.errors import AnsibleConnectionFailure
 from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
 from ansible_collections.sparkwright.dsv41.plugins.module_utils import engine, fabric_logs
+from ansible_collections.sparkwright.dsv41.plugins.plugin_utils.run_files import put, run_file
 
 # Ranks start their wait together; one that has not written a sample by then is judged without.
 _PEERS_S = 60
@@ -39,8 +38,7 @@ class ActionModule(ActionBase):
         if self._task.check_mode:
             return {**result, "changed": False, "skipped": True, "msg": "nothing was started in check mode"}
 
-        # Ansible's own directory for this run: all forks have it, and it is removed at the end.
-        share = Path(constants.DEFAULT_LOCAL_TMP) / f"engine-wait-{self._task._uuid}"
+        share = run_file(f"engine-wait-{self._task._uuid}")
         share.mkdir(exist_ok=True)
         rank, started, told = args["rank"], time.monotonic(), 0.0
         mine: Sample = {"exists": True, "running": True, "host": (task_vars or {}).get("inventory_hostname", "")}
@@ -48,7 +46,7 @@ class ActionModule(ActionBase):
         seconds: list[float] = []
         while True:
             mine = self._sample(args, mine, task_vars)
-            _write(share / f"{rank}.json", mine)
+            put(share / f"{rank}.json", json.dumps(mine))
             # A sibling that has left leaves its last sample, and its verdict where that was not ready.
             samples = {int(path.stem): json.loads(path.read_text()) for path in share.glob("*.json")}
             elapsed = time.monotonic() - started
@@ -69,7 +67,7 @@ class ActionModule(ActionBase):
         result.update(changed=False, verdict=verdict.state, seconds=round(elapsed, 1), msg=verdict.reason)
         if verdict.state != "ready":
             result["msg"] = "\n".join([verdict.reason, *_meaning(samples)])
-            _write(share / f"{rank}.json", {**mine, "verdict": asdict(verdict)})
+            put(share / f"{rank}.json", json.dumps({**mine, "verdict": asdict(verdict)}))
             result["failed"] = True
         return result
 
@@ -95,9 +93,3 @@ def _meaning(samples: dict[int, Sample]) -> list[str]:
         for sample in samples.values()
         for finding in fabric_logs.match(sample.get("log_tail") or [], str(sample.get("host")))
     ]
-
-
-def _write(path: Path, sample: Sample) -> None:
-    partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(sample))
-    partial.rename(path)

@@ -115,9 +115,11 @@ class LookupModule(LookupBase):
             Path(self.get_option("kernels_directory")),
             values,
         )
-        fabric, unreadable = _read(directory, "data file", "fabric")
-        catalog, unreadable_too = _read(directory, "data file", "weights")
-        problems += more + unreadable + unreadable_too
+        problems += more
+        fabric, more = _read(directory, "data file", "fabric")
+        problems += more
+        catalog, more = _read(directory, "data file", "weights")
+        problems += more
         if problems:
             return [{"plan": None, "problems": problems + recipe.problems(data, hosts)}]
         plan, problems = recipe.resolve(data, engine, hosts, image, fabric, catalog, load_extra_vars(self._loader))

@@ -17,6 +17,7 @@ from typing import Any, Collection, Dict, List, Mapping, Optional, Sequence, Tup
 
 from ansible_collections.sparkwright.dsv41.plugins.module_utils import cluster as variables
 from ansible_collections.sparkwright.dsv41.plugins.module_utils.cabling import TOPOLOGIES
+from ansible_collections.sparkwright.dsv41.plugins.module_utils.weights import is_commit
 
 # Placeholders that are filled from the fabric facts of the rank. The addresses are only where the inventory has none.
 DISCOVERED = ("socket_interface", "hcas", "hca_names", "gid_index", "address", "head_address")
@@ -283,7 +284,7 @@ def _weights(
         if wrong:
             continue
         revision = str(cluster["spark_weights_revisions"].get(name, data["revision"]))
-        if not re.fullmatch(r"[0-9a-f]{40}", revision):
+        if not is_commit(revision):
             found = f"is {revision!r}" if revision else "is pinned by nobody"
             problems.append(
                 f"weights {name}: the revision of {data['repo']} {found}; needed 40 hex digits in "

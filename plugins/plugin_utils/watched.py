@@ -10,23 +10,18 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from ansible import constants
 from ansible.plugins.action import ActionBase
 from ansible_collections.sparkwright.dsv41.plugins.module_utils.progress import parse
+from ansible_collections.sparkwright.dsv41.plugins.plugin_utils.run_files import put, run_file
 
 _EVERY_S = 2.0
 # Made by the module, which runs as root; what it holds is no secret.
 _DIRECTORY = "/run/sparkwright"
 
 
-def share() -> Path:
-    """Ansible's own directory for this run on the controller: all forks have it, and it is removed at the end."""
-    return Path(constants.DEFAULT_LOCAL_TMP)
-
-
 def sample_file(host: str) -> Path:
     """Where the sample of an inventory host is kept."""
-    return share() / f"progress-{host.replace('/', '_')}.json"
+    return run_file(f"progress-{host.replace('/', '_')}.json")
 
 
 class WatchedModule(ActionBase):
@@ -57,6 +52,4 @@ class WatchedModule(ActionBase):
                 continue
             text = answer.get("stdout", "")
             if parse(text) and not ended.is_set():
-                partial = here.with_suffix(".tmp")
-                partial.write_text(text)
-                partial.rename(here)
+                put(here, text)
