@@ -149,7 +149,7 @@ class Repositories:
         return hashlib.sha1(listing.encode()).hexdigest()
 
     def write(self, name: str, data: bytes) -> None:
-        """Make ``organisation/name/path`` in one step, its repository too. Raises Refusal 400 for a path that is none."""
+        """Make ``organisation/name/path`` in one step, its repository too. Raises Refusal 400 for no such path."""
         parts = name.split("/")
         if len(parts) < 3 or any(part in ("", ".", "..") for part in parts):
             raise Refusal(400, None, f"{name} is no file of a repository")
