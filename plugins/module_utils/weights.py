@@ -445,15 +445,19 @@ def filled_up(left: int, count: int, free: int, where: str) -> str:
 def too_small(need: int, freed: int, free: int, where: str, count: int) -> str | None:
     """The message for a file system that cannot take ``count`` files of ``need`` bytes in all, or None.
 
-    ``freed`` is what the files they replace give back, ``free`` what the file system has (all in bytes).
+    ``freed`` is what the files they replace give back, less what joining needs, ``free`` what the file system has (all
+    in bytes).
     """
     short = need - freed - free
     if short <= 0:
         return None
+    gives, sign = (
+        (f"files they replace give back {freed}", "-") if freed >= 0 else (f"joining needs {-freed} more", "+")
+    )
     return (
         f"The file system of {where} is too small: {count} file(s) to fetch need {need} bytes, "
-        f"files they replace give back {freed}, {free} are free; "
-        f"{need} - {freed} - {free} = {short} bytes ({short / 2**30:.1f} GiB) are missing. Nothing was fetched."
+        f"{gives}, {free} are free; {need} {sign} {abs(freed)} - {free} = {short} bytes "
+        f"({short / 2**30:.1f} GiB) are missing. Nothing was fetched."
     )
 
 
