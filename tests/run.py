@@ -49,6 +49,7 @@ PARTS = [
     Part("ansible-lint", ["ansible-lint", "--nocolor"], 600),
     Part("unit", ["pytest", "tests/unit", "tests/render"], 900),
     Part("lab-create", [*LAB, "create"], 1200, inside=False),
+    Part("disk-full", ["pytest", "tests/e2e/test_disk_full.py"], 300),
     Part("e2e-fresh", ["pytest", "tests/e2e/test_fresh.py"], 300),
     Part("lab", ["make", "lab"], 1500, inside=False),
     Part("e2e", ["pytest", "tests/e2e/test_lab.py"], 1800),

@@ -7,7 +7,6 @@ Each source lists the files of one commit and brings them one by one; verifying 
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -22,6 +21,7 @@ from ansible_collections.sparkwright.dsv41.plugins.module_utils.weights import (
     Receipt,
     ReceiptError,
     explain_status,
+    is_full,
     parse_receipt,
     read_receipt,
 )
@@ -63,6 +63,13 @@ class Trouble(Exception):
     def __init__(self, message: str, stop: bool) -> None:
         super().__init__(message)
         self.stop = stop
+
+
+class NoRoom(Trouble):
+    """The file system takes no more. ``said`` is what told so."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__(f"No space left on device ({said})", stop=True)
 
 
 class WebPage(Exception):
@@ -171,6 +178,8 @@ class HubSource:
             chain.append(link)
             link = link.__cause__
         for link in chain:
+            if is_full(link):
+                return NoRoom(str(link))
             if isinstance(link, WebPage):
                 return Trouble(
                     f"{self.endpoint} answers with a web page instead of {path or 'the list of files'}: "
@@ -269,15 +278,16 @@ class DirectorySource:
             raise Trouble("source_dir is dest itself.", stop=True)
 
     def fetch(self, path: str) -> None:
-        part = scratch_file(self.dest, path)
+        part = _begun(self.dest, path)
         try:
             shutil.copyfile(os.path.join(self.path, path), part)
             _put(part, self.dest, path)
         except OSError as error:
             with suppress(OSError):
                 remove(part)
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            raise Trouble(f"cannot be copied from source_dir ({error})", stop=full) from error
+            if is_full(error):
+                raise NoRoom(str(error)) from error
+            raise Trouble(f"cannot be copied from source_dir ({error})", stop=False) from error
 
     def close(self) -> None:
         pass
@@ -332,19 +342,22 @@ class PeerSource:
         self.url = f"rsync://sparkwright@{address}:{port}/weights"
 
     def fetch(self, path: str) -> None:
-        part = scratch_file(self.dest, path)
+        part = _begun(self.dest, path)
         # Appending goes on where a broken transfer ended, even one that was killed; the digest proves the result.
         argv = ["rsync", "--times", "--inplace", "--append", f"--timeout={_STALL_S}", f"{self.url}/{path}", part]
         env = {**os.environ, "RSYNC_PASSWORD": self.password}
         result = subprocess.run(argv, capture_output=True, check=False, text=True, env=env)
         if result.returncode != 0:
+            said = f"rsync from the head failed (exit code {result.returncode})"
             # 11: error in file input or output, which is how rsync says that the disk is full.
-            full = "No space left" in result.stderr or "quota" in result.stderr.lower()
-            said = "No space left on device" if full else _last(result.stderr)
-            raise Trouble(f"rsync from the head failed (exit code {result.returncode}): {said}", stop=full)
+            if "No space left" in result.stderr or "quota" in result.stderr.lower():
+                raise NoRoom(said)
+            raise Trouble(f"{said}: {_last(result.stderr)}", stop=False)
         try:
             _put(part, self.dest, path)
         except OSError as error:
+            if is_full(error):
+                raise NoRoom(str(error)) from error
             raise Trouble(f"cannot be put in place ({error})", stop=False) from error
 
     def close(self) -> None:
@@ -360,10 +373,15 @@ def _last(text: str) -> str:
 
 
 def scratch_file(dest: str, path: str) -> str:
-    """Where a file grows before it is put in place; one level deep, whatever the path. Raises OSError."""
-    folder = os.path.join(dest, SCRATCH)
-    os.makedirs(folder, exist_ok=True)
-    return os.path.join(folder, path.replace("/", "--"))
+    """Where a file grows before it is put in place, when it does not come from a hub."""
+    return os.path.join(dest, SCRATCH, path.replace("/", "--"))
+
+
+def _begun(dest: str, path: str) -> str:
+    """``scratch_file``, for which there is a folder. Raises OSError."""
+    part = scratch_file(dest, path)
+    os.makedirs(os.path.dirname(part), exist_ok=True)
+    return part
 
 
 def _put(part: str, dest: str, path: str) -> None:

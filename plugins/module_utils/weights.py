@@ -12,6 +12,7 @@ file, ``git-sha1:`` and 40 for a small one: these are the two that the hub state
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import hashlib
 import json
@@ -348,6 +349,31 @@ def write_receipt(root: str, receipt: Receipt) -> None:
 
     Raises OSError.
     """
+    path = os.path.join(root, RECEIPT_NAME)
+    temporary = f"{path}.tmp"
+    with suppress(FileNotFoundError):
+        # Were it a link, the receipt would be written somewhere else.
+        os.unlink(temporary)
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        with open(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(_receipt_text(receipt))
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+    flush(root)
+
+
+def receipt_size(receipt: Receipt) -> int:
+    """Bytes that the receipt takes."""
+    return len(_receipt_text(receipt).encode())
+
+
+def _receipt_text(receipt: Receipt) -> str:
     manifest = receipt.manifest
     data = {
         "format": RECEIPT_FORMAT,
@@ -369,15 +395,7 @@ def write_receipt(root: str, receipt: Receipt) -> None:
             for e in manifest.files
         ],
     }
-    path = os.path.join(root, RECEIPT_NAME)
-    temporary = f"{path}.tmp"
-    with open(temporary, "w", encoding="utf-8") as stream:
-        json.dump(data, stream, indent=1)
-        stream.write("\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, path)
-    flush(root)
+    return json.dumps(data, indent=1) + "\n"
 
 
 def flush(path: str) -> None:
@@ -389,18 +407,57 @@ def flush(path: str) -> None:
         os.close(descriptor)
 
 
+def links_in_the_way(root: str, paths: Iterable[str]) -> list[FileFinding]:
+    """A finding for each link by which writing these files below ``root`` would write somewhere else.
+
+    These are links among the folders that lead to a file, and any below ``.cache``, where the client and we keep what
+    is on its way. A link in the place of a file itself is harmless: it is replaced.
+    """
+    cache = os.path.join(root, ".cache")
+    suspects = {cache}
+    for folder, folders, names in () if os.path.islink(cache) else os.walk(cache):
+        suspects.update(os.path.join(folder, name) for name in folders + names)
+    for path in paths:
+        parts = path.split("/")[:-1]
+        suspects.update(os.path.join(root, *parts[: count + 1]) for count in range(len(parts)))
+    return [
+        FileFinding(
+            os.path.relpath(path, root), f"a link to {os.readlink(path)}", "none, so that nothing is written elsewhere"
+        )
+        for path in sorted(suspects)
+        if os.path.islink(path)
+    ]
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether this is the error of a file system, or of a quota, that takes no more."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def filled_up(left: int, count: int, free: int, where: str) -> str:
+    """The message for a file system that took no more while ``count`` files, ``left`` bytes, were still to come."""
+    short = left - free
+    amounts = f"{count} file(s) still need {left} bytes, {free} are free now"
+    missing = f"; {left} - {free} = {short} bytes ({short / 2**30:.1f} GiB) are missing" if short > 0 else ""
+    return f"The file system of {where} is full: {amounts}{missing}. Make room and run again."
+
+
 def too_small(need: int, freed: int, free: int, where: str, count: int) -> str | None:
     """The message for a file system that cannot take ``count`` files of ``need`` bytes in all, or None.
 
-    ``freed`` is what the files they replace give back, ``free`` what the file system has (all in bytes).
+    ``freed`` is what the files they replace give back, less what joining needs, ``free`` what the file system has (all
+    in bytes).
     """
     short = need - freed - free
     if short <= 0:
         return None
+    gives, sign = (
+        (f"files they replace give back {freed}", "-") if freed >= 0 else (f"joining needs {-freed} more", "+")
+    )
     return (
         f"The file system of {where} is too small: {count} file(s) to fetch need {need} bytes, "
-        f"files they replace give back {freed}, {free} are free; "
-        f"{need} - {freed} - {free} = {short} bytes ({short / 2**30:.1f} GiB) are missing. Nothing was fetched."
+        f"{gives}, {free} are free; {need} {sign} {abs(freed)} - {free} = {short} bytes "
+        f"({short / 2**30:.1f} GiB) are missing. Nothing was fetched."
     )
 
 

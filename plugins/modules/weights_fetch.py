@@ -18,6 +18,8 @@ description:
   - When all files are verified, a receipt is written into the directory. As long as size and modification time of the
     files match it, further runs read no file and need neither network nor C(huggingface_hub).
   - Every missing or bad file is reported at once, with what was found and what is needed.
+  - Nothing outside of the directory is written. Links in it by which that could happen are refused.
+  - When the file system fills up meanwhile, the run stops and says how much is missing; finished files are kept.
 attributes:
   check_mode:
     support: full
@@ -242,7 +244,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule, missing_required_lib
@@ -253,10 +255,12 @@ from ansible_collections.sparkwright.dsv41.plugins.module_utils.weight_sources i
     DirectorySource,
     HubSource,
     Missing,
+    NoRoom,
     PeerSource,
     Source,
     Trouble,
     remove,
+    scratch_file,
 )
 from ansible_collections.sparkwright.dsv41.plugins.module_utils.weights import (
     RECEIPT_NAME,
@@ -269,10 +273,14 @@ from ansible_collections.sparkwright.dsv41.plugins.module_utils.weights import (
     absent_names,
     assemble,
     check_file,
+    filled_up,
     flush,
     is_commit,
+    is_full,
     is_repo,
+    links_in_the_way,
     read_receipt,
+    receipt_size,
     select,
     too_small,
     write_receipt,
@@ -359,6 +367,8 @@ class Run:
         filesystem = _mount_point(request.dest)
         free = shutil.disk_usage(filesystem).free
         fetch, need = self._needs(todo)
+        if todo:
+            self._refuse_links(todo, fetch)
         if todo and self.module.check_mode:
             self._may_fetch(todo, fetch, need, free)
         elif todo:
@@ -504,7 +514,18 @@ class Run:
             fetch += missing
             joining = max(joining, join.room_needed(pairs, request.keep_parts, state.joined))
             freed += item.size if state.complete else 0
+        # What a broken transfer left is on the disk already: it is gone on with, or written over.
+        for entry in fetch:
+            with suppress(OSError):
+                freed += min(entry.size, os.path.getsize(scratch_file(request.dest, entry.path)))
         return fetch, sum(entry.size for entry in fetch) + joining - freed
+
+    def _refuse_links(self, todo: Sequence[Checked], fetch: Sequence[FileEntry]) -> None:
+        """Raises Failure when writing into the directory would write, or remove, something outside of it."""
+        paths = [*(entry.path for entry in fetch), *(item.entry.path for item in todo)]
+        findings = links_in_the_way(self.request.dest, paths)
+        if findings:
+            raise _failure(f"Links lead out of {self.request.dest}; remove them and run again:", findings)
 
     def _may_fetch(self, todo: Sequence[Checked], fetch: Sequence[FileEntry], need: int, free: int) -> None:
         """Raises Failure when fetching cannot succeed: not enough space, or no access."""
@@ -527,7 +548,7 @@ class Run:
     def _fetch_all(self, todo: Sequence[Checked], fetch: Sequence[FileEntry]) -> dict[str, Checked]:
         """Fetch, join and verify; returns the files by path. Raises Failure naming every file that is still bad."""
         request = self.request
-        halt = threading.Event()
+        halt, full = threading.Event(), threading.Event()
         self._begin_fetching("fetching", fetch)
 
         def bring(entry: FileEntry) -> Checked | str | None:
@@ -547,9 +568,17 @@ class Run:
                 except Trouble as trouble:
                     if trouble.stop:
                         halt.set()
+                        if isinstance(trouble, NoRoom):
+                            full.set()
+                            # Said once for all files, with the arithmetic.
+                            return None
                         return str(trouble)
                     result = Checked(entry, FileFinding(entry.path, str(trouble), entry.digest))
                 except OSError as error:
+                    if is_full(error):
+                        halt.set()
+                        full.set()
+                        return None
                     result = Checked(entry, FileFinding(entry.path, f"{type(error).__name__}: {error}", entry.digest))
             # A file known to be bad must not be there for an engine to load.
             with suppress(OSError):
@@ -562,6 +591,16 @@ class Run:
         done = {r.entry.path: r for r in results if isinstance(r, Checked) and r.finding is None}
         bad = [r.finding for r in results if isinstance(r, Checked) and r.finding]
         self.fetched = list(done)
+        if full.is_set():
+            # Files that were bad are removed by now: they give nothing back any more.
+            left_to_do = [
+                item if os.path.exists(os.path.join(request.dest, item.entry.path)) else replace(item, size=0)
+                for item in todo
+                if item.entry.path not in done
+            ]
+            needed = self._needs(left_to_do)[1]
+            free = shutil.disk_usage(request.dest).free
+            reasons.append(filled_up(needed, len(fetch) - len(done), free, request.dest))
         if reasons:
             left = len(fetch) - len(done)
             found = {item.entry.path: item.finding for item in todo}
@@ -619,7 +658,17 @@ class Run:
     def _record(self, manifest: Manifest, receipt: Receipt | None, checked: Sequence[Checked]) -> None:
         fresh = Receipt(manifest, {item.entry: item.mtime_ns for item in checked if item.mtime_ns is not None})
         if fresh != receipt:
-            write_receipt(self.request.dest, fresh)
+            try:
+                write_receipt(self.request.dest, fresh)
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                free = shutil.disk_usage(self.request.dest).free
+                raise Failure(
+                    f"The file system of {self.request.dest} is full: all {len(manifest.files)} file(s) are there and "
+                    f"verified, but not the receipt, {receipt_size(fresh)} bytes; {free} are free. Make room and run "
+                    "again."
+                ) from error
 
     def _mention_stale(self, manifest: Manifest, receipt: Receipt) -> None:
         now = {entry.path for entry in manifest.files}

@@ -13,6 +13,8 @@ files: the hub states their sha256; the others carry a git blob id.
         DELETE /_control/faults    behave well again
         GET    /_control/requests  what was asked since the start or the last DELETE
         DELETE /_control/requests  forget it
+        PUT    /_control/repositories/ORG/NAME/PATH  make this file, and what leads to it, of the body
+        DELETE /_control/repositories/ORG/NAME       remove this repository
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import argparse
 import hashlib
 import json
 import re
+import shutil
 import sys
 import threading
 import time
@@ -32,7 +35,9 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 LFS_BYTES = 1024 * 1024
 CHUNK_BYTES = 64 * 1024
-ACTIONS = ("drop_after_bytes", "status", "wrong_bytes", "html", "slow", "gated")
+# These change how the bytes of a file are sent, so they act on GET of a file only.
+BODY_ACTIONS = ("drop_after_bytes", "stall_after_bytes", "wrong_bytes", "short")
+ACTIONS = (*BODY_ACTIONS, "status", "html", "slow", "gated", "other_file", "listing")
 HTML = b"<!DOCTYPE html>\n<html><head><title>Sign in</title></head><body>Please sign in.</body></html>\n"
 
 
@@ -57,7 +62,11 @@ class Rule:
     ``action`` is one of:
 
     * ``drop_after_bytes``: promise the whole file, send ``bytes`` bytes, close the connection (GET of a file only);
+    * ``stall_after_bytes``: promise the whole file, send ``bytes`` bytes, nothing for ``seconds``, then close;
     * ``wrong_bytes``: the right number of bytes with the first one inverted (GET of a file only);
+    * ``short``: a whole answer, by its own headers, that lacks the last ``bytes`` bytes of the file (GET only);
+    * ``other_file``: answer with the file ``file`` of the repository, its size and digest in the headers;
+    * ``listing``: name ``sha`` as the commit when it is given, and the files by ``names`` instead of their own;
     * ``status``: answer ``status``, with ``headers`` and, when given, ``code`` and ``message`` as the hub sends them;
     * ``html``: answer 200 with a web page, as a captive portal does;
     * ``slow``: wait ``seconds`` before answering as usual;
@@ -78,6 +87,9 @@ class Rule:
     message: str | None = None
     seconds: float = 0.0
     tokens: dict[str, bool] = field(default_factory=dict)
+    file: str = ""
+    sha: str = ""
+    names: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.action not in ACTIONS:
@@ -87,9 +99,11 @@ class Rule:
     def applies(self, method: str, path: str, is_file: bool) -> bool:
         if self.times == 0 or (self.method and self.method != method) or not re.search(self.match, path):
             return False
-        if self.action == "gated":
+        if self.action in ("gated", "other_file"):
             return is_file
-        return self.action not in ("drop_after_bytes", "wrong_bytes") or (is_file and method == "GET")
+        if self.action == "listing":
+            return not is_file
+        return self.action not in BODY_ACTIONS or (is_file and method == "GET")
 
 
 class Refusal(Exception):
@@ -133,6 +147,17 @@ class Repositories:
         """40 hexadecimal digits: sha1 over the sorted lines ``<git blob id> <path>``."""
         listing = "".join(f"{file.blob} {file.path}\n" for file in self.files(repo).values())
         return hashlib.sha1(listing.encode()).hexdigest()
+
+    def write(self, name: str, data: bytes) -> None:
+        """Make ``organisation/name/path`` in one step, its repository too. Raises Refusal 400 for no such path."""
+        parts = name.split("/")
+        if len(parts) < 3 or any(part in ("", ".", "..") for part in parts):
+            raise Refusal(400, None, f"{name} is no file of a repository")
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.root / f".{threading.get_ident()}"
+        temporary.write_bytes(data)
+        temporary.replace(path)
 
     def _digest(self, path: Path) -> tuple[str, str]:
         stat = path.stat()
@@ -192,6 +217,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self._answer()
 
+    def do_PUT(self) -> None:
+        self._answer()
+
     def do_DELETE(self) -> None:
         self._answer()
 
@@ -206,6 +234,7 @@ class _Handler(BaseHTTPRequestHandler):
             "method": self.command,
             "path": path,
             "range": self.headers.get("Range"),
+            "time": time.time(),
             "token": "Authorization" in self.headers,
             "status": 0,
             "bytes": 0,
@@ -232,7 +261,7 @@ class _Handler(BaseHTTPRequestHandler):
             if kind == "tree":
                 self._json(self._tree(repo, (folder or "").strip("/"), query.get("recursive", False)))
             else:
-                self._json(self._info(repo, commit, query.get("blobs", False)))
+                self._json(self._info(repo, commit, query.get("blobs", False), rules))
         except Refusal as refusal:
             self._refuse(refusal)
 
@@ -269,10 +298,15 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refusal(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         return commit
 
-    def _info(self, repo: str, commit: str, blobs: bool) -> dict[str, Any]:
+    def _info(self, repo: str, commit: str, blobs: bool, rules: list[Rule]) -> dict[str, Any]:
         siblings: list[dict[str, Any]] = []
+        names: dict[str, str] = {}
+        for rule in rules:
+            if rule.action == "listing":
+                commit = rule.sha or commit
+                names.update(rule.names)
         for file in self.server.repositories.files(repo).values():
-            sibling: dict[str, Any] = {"rfilename": file.path}
+            sibling: dict[str, Any] = {"rfilename": names.get(file.path, file.path)}
             if blobs:
                 sibling.update(size=file.size, blobId=file.blob)
                 if file.sha256:
@@ -302,6 +336,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _file(self, repo: str, revision: str, name: str, rules: list[Rule]) -> None:
         commit = self._commit(repo, revision)
+        for rule in rules:
+            if rule.action == "other_file":
+                name = rule.file
         # Only a name from the listing is opened: no name can lead out of the folder.
         file = self.server.repositories.files(repo).get(name)
         if file is None:
@@ -324,14 +361,18 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(416, {"Content-Range": f"bytes */{file.size}"}, b"")
                 return
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{file.size}"
+        for rule in rules:
+            if rule.action == "short":
+                end = max(start, end - rule.bytes)
         self._head(206 if wanted else 200, headers, end - start)
         if self.command == "HEAD":
             return
-        limit = end - start
+        limit, stall = end - start, 0.0
         for rule in rules:
-            if rule.action == "drop_after_bytes":
+            if rule.action in ("drop_after_bytes", "stall_after_bytes"):
                 limit = min(limit, rule.bytes)
                 self.close_connection = True
+                stall = rule.seconds
         invert = start == 0 and any(rule.action == "wrong_bytes" for rule in rules)
         with (self.server.repositories.folder(repo) / name).open("rb") as stream:
             stream.seek(start)
@@ -342,6 +383,7 @@ class _Handler(BaseHTTPRequestHandler):
                 # Counted first: once the client has the bytes, the log must have them too.
                 self.entry["bytes"] += len(chunk)
                 self.wfile.write(chunk)
+        time.sleep(stall)
 
     def _refuse(self, refusal: Refusal, extra: dict[str, str] | None = None) -> None:
         headers = {"Content-Type": "application/json", "X-Error-Message": refusal.message, **(extra or {})}
@@ -390,8 +432,24 @@ class _Handler(BaseHTTPRequestHandler):
             with server.lock:
                 server.log.clear()
             self._json([])
+        elif path.startswith("/_control/repositories/"):
+            self._control_repository(path.removeprefix("/_control/repositories/"), body)
         else:
             self._refuse(Refusal(404, None, "Not found"))
+
+    def _control_repository(self, name: str, body: bytes) -> None:
+        repositories = self.server.repositories
+        try:
+            if self.command == "PUT":
+                repositories.write(name, body)
+            elif self.command == "DELETE":
+                shutil.rmtree(repositories.folder(name))
+            else:
+                raise Refusal(405, None, "Method not allowed")
+        except Refusal as refusal:
+            self._refuse(refusal)
+        else:
+            self._json({})
 
 
 class Hub:

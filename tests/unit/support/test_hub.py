@@ -9,6 +9,7 @@ import http.client
 import json
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -187,6 +188,40 @@ def test_wrong_bytes_have_the_right_size(hub: Hub, hub_root: Path, download: Cal
     assert download(SHARD, force_download=True).read_bytes() == good
 
 
+def test_a_short_answer_is_whole_by_its_own_headers(hub: Hub, hub_root: Path, download: Callable[..., Path]) -> None:
+    size = (hub_root / REPO / SHARD).stat().st_size
+    hub.faults(Rule(match=SHARD, action="short", bytes=7))
+    answer = raw(hub, "GET", f"/{REPO}/resolve/main/{SHARD}")
+    assert (int(answer.headers["Content-Length"]), len(answer.read())) == (size - 7, size - 7)
+    assert raw(hub, "HEAD", f"/{REPO}/resolve/main/{SHARD}").headers["X-Linked-Size"] == str(size)
+    with pytest.raises(OSError, match=f"should be of size {size} but has size {size - 7}"):
+        download(SHARD)
+
+
+def test_a_stalled_answer_ends_after_a_while(hub: Hub) -> None:
+    hub.faults(Rule(match=SHARD, action="stall_after_bytes", bytes=10, seconds=0.3))
+    started = time.monotonic()
+    with pytest.raises(http.client.IncompleteRead) as incomplete:
+        raw(hub, "GET", f"/{REPO}/resolve/main/{SHARD}").read()
+    assert len(incomplete.value.partial) == 10
+    assert time.monotonic() - started >= 0.3
+
+
+def test_another_file_comes_with_its_own_digest(hub: Hub, hub_root: Path, download: Callable[..., Path]) -> None:
+    other = (hub_root / REPO / "model-2.safetensors").read_bytes()
+    hub.faults(Rule(match=SHARD, action="other_file", file="model-2.safetensors"))
+    assert download(SHARD).read_bytes() == other
+    headers = raw(hub, "HEAD", f"/{REPO}/resolve/main/{SHARD}").headers
+    assert headers["ETag"] == f'"{hashlib.sha256(other).hexdigest()}"'
+
+
+def test_a_listing_with_other_names_and_another_commit(hub: Hub, api: Any) -> None:
+    hub.faults(Rule(match="/api/", action="listing", sha="0" * 40, names={"config.json": "../config.json"}))
+    info = api.model_info(REPO)
+    assert info.sha == "0" * 40
+    assert [file.rfilename for file in info.siblings][:2] == ["../config.json", SHARD]
+
+
 def test_status_html_and_slow(hub: Hub, api: Any, download: Callable[..., Path], impatient: None) -> None:
     hub.faults(Rule(match="/api/", action="status", status=503, times=2))
     assert len(list(api.list_repo_tree(REPO, "tokens"))) == 1
@@ -282,6 +317,16 @@ def test_control_endpoint(hub_root: Path) -> None:
         assert [entry["path"] for entry in control("GET", "requests")] == [path]
         with pytest.raises(urllib.error.HTTPError, match="400"):
             control("POST", "faults", [{"match": "config", "action": "explode"}])
+        control("PUT", "repositories/acme/new/folder/a.json", {})
+        assert (hub_root / "acme/new/folder/a.json").read_text() == "{}"
+        for path in ("acme/new", "../out/new/a", "acme/../../a", "acme//a/b"):
+            with pytest.raises(urllib.error.HTTPError, match="400"):
+                control("PUT", f"repositories/{path}", {})
+        control("DELETE", "repositories/acme/new")
+        assert not (hub_root / "acme/new").exists()
+        for path in ("acme/new", "..", "acme", "acme/.."):
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                control("DELETE", f"repositories/{path}")
 
 
 def test_without_control_there_is_no_control_endpoint(hub: Hub) -> None:

@@ -319,6 +319,19 @@ def test_unusable_receipts(tmp_path: Path, text: str, message: str) -> None:
         weights.read_receipt(str(tmp_path))
 
 
+def test_too_small_for_joining_too() -> None:
+    message = weights.too_small(100, -30, 50, "/srv/w", 3)
+    assert message is not None
+    assert "3 file(s) to fetch need 100 bytes, joining needs 30 more, 50 are free; 100 + 30 - 50 = 80 bytes" in message
+
+
+@pytest.mark.parametrize(("free", "missing"), [(40, "; 100 - 40 = 60 bytes (0.0 GiB) are missing"), (100, "")])
+def test_filled_up(free: int, missing: str) -> None:
+    message = weights.filled_up(100, 2, free, "/srv/w")
+    amounts = f"2 file(s) still need 100 bytes, {free} are free now{missing}"
+    assert message == f"The file system of /srv/w is full: {amounts}. Make room and run again."
+
+
 @pytest.mark.parametrize(
     ("need", "freed", "free", "short"), [(10, 0, 10, None), (10, 4, 6, None), (10, 0, 9, 1), (2**40, 2**30, 5, 2**40)]
 )

@@ -625,6 +625,57 @@ def test_a_folder_in_the_place_of_a_file(dest: Path, run: Runner) -> None:
     assert "directory" in finding["found"]
 
 
+def outside(tmp_path: Path) -> Path:
+    """A directory beside dest that a link may lead to, with a file that must stay."""
+    folder = tmp_path / "outside"
+    folder.mkdir()
+    for name in "vocab.txt", "vocab.txt.metadata", "old.incomplete", "receipt":
+        (folder / name).write_text("precious")
+    return folder
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize(
+    "link",
+    [
+        "tokens",
+        ".cache",
+        ".cache/huggingface",
+        ".cache/huggingface/download",
+        ".cache/huggingface/download/tokens",
+        ".cache/huggingface/download/tokens/vocab.txt.metadata",
+        ".cache/sparkwright",
+    ],
+)
+def test_links_that_lead_out_are_refused(
+    hub: Hub, dest: Path, run: Runner, tmp_path: Path, link: str, check: bool
+) -> None:
+    folder = outside(tmp_path)
+    before = content(folder)
+    (dest / link).parent.mkdir(parents=True)
+    target = folder / "vocab.txt.metadata" if link.endswith(".metadata") else folder
+    (dest / link).symlink_to(target)
+    result = run(check=check)
+    assert f"Links lead out of {dest}; remove them and run again" in result["msg"]
+    assert f"{link}: found a link to {target}" in result["msg"]
+    assert hub.requests("", "/resolve/") == []
+    assert content(folder) == before
+    (dest / link).unlink()
+    assert run(check=check)["changed"]
+    assert content(folder) == before
+
+
+def test_a_link_in_the_place_of_a_file_is_replaced(hub_root: Path, dest: Path, run: Runner, tmp_path: Path) -> None:
+    folder = outside(tmp_path)
+    (dest / "tokens").mkdir(parents=True)
+    (dest / "tokens/vocab.txt").symlink_to(folder / "vocab.txt")
+    (dest / f"{RECEIPT_NAME}.tmp").symlink_to(folder / "receipt")
+    assert run()["changed"]
+    assert content(dest) == content(hub_root / REPO)
+    assert not (dest / "tokens/vocab.txt").is_symlink() and not (dest / RECEIPT_NAME).is_symlink()
+    assert set(content(folder).values()) == {b"precious"}
+
+
 # --- without a hub ----------------------------------------------------------------------------------------------------
 
 
