@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
+from ansible_collections.sparkwright.dsv41.plugins.module_utils import zfs
 from ansible_collections.sparkwright.dsv41.plugins.module_utils.cabling import TOPOLOGIES
 
 REQUIRED = object()
@@ -63,6 +64,12 @@ def directory(value: Any) -> Optional[str]:
     if isinstance(value, str) and re.fullmatch(r"(/[A-Za-z0-9._-]+)+", value) and "/.." not in value:
         return None
     return "needed an absolute path of letters, digits, dots, hyphens and underscores"
+
+
+def _dataset(value: Any) -> Optional[str]:
+    if value == "" or (isinstance(value, str) and zfs.valid_dataset(value)):
+        return None
+    return "needed a ZFS dataset as pool/name, of letters, digits, dots, hyphens, underscores and colons"
 
 
 def _mapping(value: Any) -> Optional[str]:
@@ -123,6 +130,7 @@ VARIABLES: Dict[str, Variable] = {
     "spark_weights_wheelhouse": Variable("directory on the controller", "", _text),
     "spark_weights_revisions": Variable("mapping of weights to commits", {}, _mapping),
     "spark_weights_paths": Variable("mapping of weights to directories", {}, _mapping),
+    "spark_zfs_dataset": Variable("ZFS dataset", "", _dataset),
     "spark_recipe_overrides": Variable("mapping", {}, _mapping),
     "spark_recipe_set": Variable("mapping (for -e)", {}, _mapping),
 }

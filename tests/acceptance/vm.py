@@ -5,7 +5,7 @@
 
 QEMU emulates them, so no KVM is needed. Both are booted once, brought to the state that the tests start from, and
 saved; `up` and `reset` restore that in seconds. Disks and memory of the saved state stay in .vm until their content
-changes.
+changes. Building ZFS for their kernel takes minutes; it is done once for each kernel and stays in .vm, too.
 Standard library only. Safe to run again at any point: each step looks at what is there.
 """
 
@@ -35,8 +35,11 @@ HERE = Path(__file__).resolve().parent
 VM = ROOT / ".vm"
 IMAGE = VM / "image"  # kernel, first stage and disk that both machines start from
 SAVED = VM / "saved"  # disk and memory of each machine in the initial state
+ZFS = VM / "zfs"  # modules for each kernel and version of ZFS; they outlive the image
 SUITE = "trixie"
+COMPONENTS = "main,contrib"  # ZFS is in contrib
 MEMORY_MIB = 1536
+DATA_GIB = 3
 BEAT_S = 10
 KEY = VM / "id_ed25519"
 KNOWN_HOSTS = VM / "known_hosts"
@@ -104,6 +107,11 @@ class Machine:
     @property
     def disk(self) -> Path:
         return self.directory / "disk.qcow2"
+
+    @property
+    def data_disk(self) -> Path:
+        """/dev/vdb: empty after each start, for whatever a test makes of it."""
+        return self.directory / "data.qcow2"
 
     @property
     def pid_file(self) -> Path:
@@ -283,7 +291,7 @@ def image_files() -> list[Path]:
 
 def image_marker() -> Path:
     names = " ".join(str(path.relative_to(HERE)) for path in image_files())
-    return IMAGE / f"ready-{stamp(SUITE, names, *image_files(), KEY.with_suffix('.pub'))}"
+    return IMAGE / f"ready-{stamp(SUITE, COMPONENTS, names, *image_files(), KEY.with_suffix('.pub'))}"
 
 
 def make_image() -> None:
@@ -295,20 +303,51 @@ def make_image() -> None:
     keyring = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
     install_packages(missing(IMAGE_TOOLS) + ([] if keyring.exists() else ["debian-archive-keyring"]))
     rootfs = VM / "rootfs"
-    lines = (HERE / "image/packages.txt").read_text().splitlines()
-    packages = ",".join(line for line in lines if line and not line.startswith("#"))
     # An earlier attempt that was killed.
     run("remove leftovers", ["rm", "-rf", "--one-file-system", rootfs, IMAGE, SAVED])
     IMAGE.mkdir()
-    debian: list[str | Path] = [
-        *("mmdebstrap", "--mode=root", "--variant=minbase", "--components=main", f"--include={packages}"),
-        *("--aptopt=APT::Install-Recommends false", "--aptopt=Acquire::Retries 3"),
-        *(f"--dpkgopt={HERE / 'image/dpkg.cfg'}", SUITE, rootfs),
-    ]
-    run("Debian for the machines", debian, INITRD="No")
-    run("disk of the machines", [HERE / "image/make.sh", rootfs, IMAGE, KEY.with_suffix(".pub")])
+    run("Debian for the machines", debian("minbase", package_list("packages.txt"), rootfs), INITRD="No")
+    modules = zfs_modules(rootfs)
+    run("disk of the machines", [HERE / "image/make.sh", rootfs, IMAGE, KEY.with_suffix(".pub"), modules])
     run("remove the directory", ["rm", "-rf", "--one-file-system", rootfs])
     image_marker().touch()
+
+
+def package_list(name: str) -> list[str]:
+    lines = (HERE / "image" / name).read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def debian(variant: str, packages: list[str], directory: Path) -> list[str | Path]:
+    """Command that unpacks Debian into a directory."""
+    return [
+        *("mmdebstrap", "--mode=root", f"--variant={variant}", f"--components={COMPONENTS}"),
+        *(f"--include={','.join(packages)}", "--aptopt=APT::Install-Recommends false", "--aptopt=Acquire::Retries 3"),
+        *(f"--dpkgopt={HERE / 'image/dpkg.cfg'}", SUITE, directory),
+    ]
+
+
+def zfs_modules(rootfs: Path) -> Path:
+    """Directory of zfs.ko and spl.ko for the kernel and the ZFS that a root file system holds; built if need be."""
+    kernel = next((rootfs / "usr/lib/modules").iterdir()).name
+    query = ["dpkg-query", f"--admindir={rootfs}/var/lib/dpkg", "-W", "-f", "${Version}", "zfsutils-linux"]
+    version = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    built = ZFS / f"{kernel}_{version}"
+    if built.exists():
+        return built
+    # Unpacked only: compilers need no configuration, and zfs-dkms would build at once, for the kernel of the host.
+    tree, unfinished = VM / "zfs-tree", ZFS / "unfinished"
+    run("remove leftovers of ZFS", ["rm", "-rf", "--one-file-system", tree, unfinished])
+    packages = [*package_list("zfs_packages.txt"), f"linux-headers-{kernel}", f"zfs-dkms={version}"]
+    run("compiler for ZFS", debian("extract", packages, tree))
+    shutil.copy(HERE / "image/zfs.sh", tree / "zfs.sh")
+    run("ZFS for the kernel of the machines", ["chroot", tree, "bash", "/zfs.sh", kernel, str(os.cpu_count() or 1)])
+    unfinished.mkdir(parents=True)
+    for name in ("spl.ko", "zfs.ko"):
+        shutil.copy(tree / name, unfinished / name)
+    unfinished.rename(built)
+    run("remove the compiler", ["rm", "-rf", "--one-file-system", tree])
+    return built
 
 
 def write_ssh_files() -> None:
@@ -359,7 +398,9 @@ def qemu(machine: Machine) -> list[str]:
         *("-cpu", "Nehalem", "-smp", "1", "-m", str(MEMORY_MIB)),
         *("-kernel", str(IMAGE / "vmlinuz"), "-initrd", str(IMAGE / "initrd"), "-append", kernel),
         *("-drive", f"file={machine.disk},if=none,id=disk,format=qcow2,cache=unsafe,discard=unmap"),
-        *("-device", "virtio-blk-pci,drive=disk", "-device", "virtio-rng-pci"),
+        *("-drive", f"file={machine.data_disk},if=none,id=data,format=qcow2,cache=unsafe,discard=unmap"),
+        *("-device", "virtio-blk-pci,drive=disk", "-device", "virtio-blk-pci,drive=data,serial=data"),
+        *("-device", "virtio-rng-pci"),
         *("-serial", f"file:{machine.directory}/console", "-pidfile", str(machine.pid_file)),
         # A path of a unix socket is short by nature: relative to the directory that QEMU starts in.
         *("-qmp", f"unix:{monitor(machine)},server=on,wait=off"),
@@ -393,12 +434,13 @@ def ask(machine: Machine, command: str, **arguments: Any) -> Any:
 
 
 def start(machine: Machine, backing: Path, backing_format: str, *extra: str) -> None:
-    """Start QEMU on a fresh layer over a disk."""
+    """Start QEMU on a fresh layer over a disk, and an empty second disk."""
     shutil.rmtree(machine.directory, ignore_errors=True)
     machine.directory.mkdir(parents=True)
     layer = ["qemu-img", "create", "-q", "-f", "qcow2", "-b", str(backing), "-F", backing_format, str(machine.disk)]
+    data = ["qemu-img", "create", "-q", "-f", "qcow2", str(machine.data_disk), f"{DATA_GIB}G"]
     argv = [*qemu(machine), *extra, "-daemonize"]
-    for command in (layer, argv):
+    for command in (layer, data, argv):
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             raise VmError(f"{machine.name}: {command[0]} failed: {result.stderr.strip()}")
@@ -497,7 +539,8 @@ def saved_marker() -> Path:
     """Saved memory fits one QEMU and one command line only."""
     version = subprocess.run(["qemu-system-x86_64", "--version"], capture_output=True, check=True).stdout
     arguments = "\n".join(argument for machine in MACHINES for argument in qemu(machine))
-    return SAVED / f"ready-{stamp(image_marker().name, version, arguments, HERE / 'image/initial_state.sh')}"
+    inside = HERE / "image/initial_state.sh"
+    return SAVED / f"ready-{stamp(image_marker().name, version, arguments, str(DATA_GIB), inside)}"
 
 
 def restore() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
-PARSERS = {"peer-serve": ["sh", "-n"]}
+PARSERS = {"peer-serve": ["sh", "-n"], "zfs-serve": ["sh", "-n"]}
 VARIABLES = {
     "peers_stream_ports": "18730-18793",
     "peers_weights": [{"id": "model", "path": "/var/lib/sparkwright/weights/model"}],
+    "peers_zfs_datasets": ["tank/models/model"],
 }
 TEMPLATES = sorted(ROOT.glob("roles/*/templates/*.j2"))
 
@@ -44,6 +46,8 @@ def test_rendered(template: Path, tmp_path: Path) -> None:
         golden.write_text(target.read_text())
     assert target.read_text() == golden.read_text()
     subprocess.run([*PARSERS[template.stem], str(target)], check=True)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", str(target)], check=True)
 
 
 def test_a_hostile_directory_stays_one_word(tmp_path: Path) -> None:
@@ -59,3 +63,11 @@ def test_a_hostile_directory_stays_one_word(tmp_path: Path) -> None:
     answer = subprocess.run([str(target)], env=env, capture_output=True, text=True, check=True)
     assert answer.stdout == "the receipt"
     assert not (tmp_path / "broken").exists()
+
+
+def test_without_datasets_nothing_is_asked_of_zfs(tmp_path: Path) -> None:
+    target = tmp_path / "peer-serve"
+    render(ROOT / "roles/peers/templates/peer-serve.j2", target, **{**VARIABLES, "peers_zfs_datasets": []})
+    env = {"PATH": "/usr/bin:/bin", "SSH_ORIGINAL_COMMAND": "zfs-list tank/models/model"}
+    answer = subprocess.run([str(target)], env=env, capture_output=True, text=True, check=False)
+    assert (answer.returncode, answer.stderr) == (77, "peer-serve: refused\n")

@@ -1,10 +1,11 @@
 #!/bin/bash
 # Copyright (c) Sparkwright contributors
 # SPDX-License-Identifier: Apache-2.0
-# A root file system becomes what QEMU starts: make.sh ROOTFS OUT AUTHORIZED_KEY
-# writes OUT/{vmlinuz,initrd,disk.img,host_key.pub}. Nothing is emulated or mounted here.
+# A root file system becomes what QEMU starts: make.sh ROOTFS OUT AUTHORIZED_KEY MODULES
+# writes OUT/{vmlinuz,initrd,disk.img,host_key.pub}; MODULES holds further kernel modules. Nothing is emulated or mounted
+# here.
 set -euo pipefail
-root=$1 out=$2 key=$3
+root=$1 out=$2 key=$3 modules=$4
 here=$(dirname "$(readlink -f "$0")")
 version=$(ls "$root/lib/modules")
 
@@ -20,6 +21,10 @@ cp "$root/etc/ssh/ssh_host_ed25519_key.pub" "$out/host_key.pub"
 chroot "$root" systemctl --quiet enable ssh systemd-networkd systemd-network-generator lab-rdma
 chroot "$root" systemctl --quiet disable apt-daily.timer apt-daily-upgrade.timer dpkg-db-backup.timer \
   fstrim.timer
+# Installed, not in use: as a node that nobody has given an export or a pool.
+chroot "$root" systemctl --quiet disable nfs-blkmap.service nfs-client.target nfs-server.service rpcbind.service \
+  rpcbind.socket zfs-import-cache.service zfs-import-scan.service zfs-import.target zfs-load-module.service \
+  zfs-mount.service zfs-share.service zfs-volume-wait.service zfs-volumes.target zfs.target
 chroot "$root" systemctl --quiet mask dev-hugepages.mount getty.target ldconfig.service modprobe@configfs.service \
   modprobe@drm.service modprobe@efi_pstore.service modprobe@fuse.service rdma-load-modules@rdma.service \
   rdma-ndd.service serial-getty@ttyS0.service \
@@ -38,6 +43,7 @@ tr -d - < /proc/sys/kernel/random/uuid > "$root/etc/machine-id"
 touch "$root/etc/.updated" "$root/var/.updated"
 
 # Unpacking modules and compiling Python would cost seconds under emulation, at every start or use.
+install -D -m 644 -t "$root/lib/modules/$version/updates" "$modules"/*.ko
 find "$root/lib/modules/$version" -name '*.ko.xz' -print0 | xargs -0 -r -P2 -n64 unxz
 chroot "$root" depmod "$version"
 chroot "$root" python3 -m compileall -q -j2 /usr/lib/python3 "/usr/lib/python3.$(chroot "$root" \
