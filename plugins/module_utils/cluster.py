@@ -14,6 +14,8 @@ from ansible_collections.sparkwright.dsv41.plugins.module_utils import zfs
 from ansible_collections.sparkwright.dsv41.plugins.module_utils.cabling import TOPOLOGIES
 
 REQUIRED = object()
+# How workers come to have the weights; files of the role weight_sync have these names.
+WEIGHT_SYNC = ("auto", "rsync", "nfs", "zfs", "local")
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,10 @@ def _topology(value: Any) -> Optional[str]:
     return None if value == "" or value in TOPOLOGIES else f"needed one of {', '.join(TOPOLOGIES)}"
 
 
+def _weight_sync(value: Any) -> Optional[str]:
+    return None if value in WEIGHT_SYNC else f"needed one of {', '.join(WEIGHT_SYNC)}"
+
+
 def _gid_index(value: Any) -> Optional[str]:
     return None if re.fullmatch(r"[0-9]{1,4}", str(value)) else "needed the index of a GID, a whole number"
 
@@ -127,6 +133,7 @@ VARIABLES: Dict[str, Variable] = {
     "spark_hub_endpoint": Variable("URL", "", _text),
     "spark_image_base_archive": Variable("path on the controller", "", _text),
     "spark_image_wheelhouse": Variable("directory on the controller", "", _text),
+    "spark_weight_sync": Variable("auto, rsync, nfs, zfs or local", "auto", _weight_sync),
     "spark_weights_wheelhouse": Variable("directory on the controller", "", _text),
     "spark_weights_revisions": Variable("mapping of weights to commits", {}, _mapping),
     "spark_weights_paths": Variable("mapping of weights to directories", {}, _mapping),

@@ -120,6 +120,9 @@ def test_defaults_alone_satisfy_the_specification(entry: tuple[str, str]) -> Non
         "recipe_plan": plan,
         "recipe_rank": plan["ranks"][0],
         "fabric_facts": {"from_head": {"local": "10.77.0.1", "remote": "10.77.0.1"}},
+        "fabric_survey": {
+            "ranks": {rank["host"]: {"hcas": "", "from_head": {"local": rank["address"]}} for rank in plan["ranks"]}
+        },
         "inventory_hostname": plan["ranks"][0]["host"],
         "role_path": str(path),
     }
