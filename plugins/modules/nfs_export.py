@@ -189,8 +189,8 @@ class Export:
                 self.call("exportfs", "-o", ",".join(nfs.EXPORT_OPTIONS), str(entry))
         if self.acts and self.rdma and not nfs.listens_for_rdma(self.files.read("proc/fs/nfsd/portlist")):
             self.listen()
-        started = self.files.live and not (active and enabled)
-        return bool(started or change.add or change.remove or (self.files.live and not listening))
+        running = active and enabled and listening
+        return self.files.live and bool(change.add or change.remove or not running)
 
     def unexport(self, change: nfs.Changes) -> None:
         if self.acts:
