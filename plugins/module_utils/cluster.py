@@ -74,6 +74,10 @@ def _dataset(value: Any) -> Optional[str]:
     return "needed a ZFS dataset as pool/name, of letters, digits, dots, hyphens, underscores and colons"
 
 
+def _directory_or_none(value: Any) -> Optional[str]:
+    return None if value == "" else directory(value)
+
+
 def _mapping(value: Any) -> Optional[str]:
     return None if isinstance(value, Mapping) else "needed a mapping"
 
@@ -138,6 +142,7 @@ VARIABLES: Dict[str, Variable] = {
     "spark_weights_revisions": Variable("mapping of weights to commits", {}, _mapping),
     "spark_weights_paths": Variable("mapping of weights to directories", {}, _mapping),
     "spark_zfs_dataset": Variable("ZFS dataset", "", _dataset),
+    "spark_weights_source_dir": Variable("directory on the head", "", _directory_or_none),
     "spark_recipe_overrides": Variable("mapping", {}, _mapping),
     "spark_recipe_set": Variable("mapping (for -e)", {}, _mapping),
 }
