@@ -12,7 +12,6 @@ import argparse
 import hashlib
 import os
 import platform
-import resource
 import shutil
 import statistics
 import subprocess
@@ -24,13 +23,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shards import MIB, blocks, cpu
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "collections"))
 
 from ansible_collections.sparkwright.dsv41.plugins.module_utils import join as joining  # noqa: E402
 from ansible_collections.sparkwright.dsv41.plugins.module_utils import weights  # noqa: E402
 
-MIB = 2**20
 NAME = "model.safetensors"
 # On the rivals' side nothing but the shell's own commands, as an operator would type them.
 RIVALS = {
@@ -79,15 +79,12 @@ def fill(directory: Path, sizes: list[int]) -> tuple[list[tuple[str, int]], str]
     """Write the parts, have them on the disk and not in memory. Returns them and the digest, each time the same."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
-    block = bytearray(hashlib.shake_256(b"sparkwright").digest(8 * MIB))
     digest = hashlib.sha256()
     parts = []
     for number, size in enumerate(sizes, 1):
         path = directory / f"{NAME}.part{number:02}"
         with open(path, "wb", buffering=0) as stream:
-            for start in range(0, size, len(block)):
-                block[:16] = start.to_bytes(8, "little") + number.to_bytes(8, "little")
-                data = memoryview(block)[: size - start]
+            for data in blocks(number, size):
                 stream.write(data)
                 digest.update(data)
             os.fsync(stream.fileno())
@@ -95,11 +92,6 @@ def fill(directory: Path, sizes: list[int]) -> tuple[list[tuple[str, int]], str]
         parts.append((path.name, size))
     weights.flush(str(directory))
     return parts, digest.hexdigest()
-
-
-def cpu() -> float:
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def main() -> None:

@@ -12,7 +12,6 @@ import argparse
 import hashlib
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -22,12 +21,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from shards import MIB, blocks, cpu
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "collections"))
 
 from ansible_collections.sparkwright.dsv41.plugins.module_utils import weights  # noqa: E402
 
-MIB = 2**20
 RIVALS = {
     "xargs sha256sum": ["sha256sum"],
     # The fastest that most systems have; sha256sum is often built without it.
@@ -36,15 +36,12 @@ RIVALS = {
 
 
 def fill(directory: Path, count: int, size: int) -> list[weights.FileEntry]:
-    block = bytearray(hashlib.shake_256(b"sparkwright").digest(8 * MIB))
     entries = []
     for number in range(count):
         digest = hashlib.sha256()
         path = directory / f"model-{number + 1:05}-of-{count:05}.bin"
         with open(path, "wb", buffering=0) as stream:
-            for start in range(0, size, len(block)):
-                block[:16] = start.to_bytes(8, "little") + number.to_bytes(8, "little")
-                data = memoryview(block)[: size - start]
+            for data in blocks(number, size):
                 stream.write(data)
                 digest.update(data)
             os.fsync(stream.fileno())
@@ -64,11 +61,6 @@ def recall(directory: Path) -> None:
         with open(path, "rb", buffering=0) as stream:
             while stream.read(MIB):
                 pass
-
-
-def cpu() -> float:
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def main() -> None:

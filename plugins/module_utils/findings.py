@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Dict, Iterable, List, Mapping
+from typing import Any, Dict, Iterable, List, Mapping, Sequence
 
 SEVERITIES = ("error", "warning", "info")
 
@@ -70,3 +70,9 @@ def lines(findings: Iterable[Mapping[str, Any]], severity: str = "error") -> Lis
         for finding in sorted(chosen, key=lambda finding: (finding.host, finding.id))
         for line in (finding.line(), *(f"    {row}" for row in finding.evidence.splitlines()))
     ]
+
+
+def failure(found: Sequence[Finding]) -> Dict[str, Any]:
+    """What ``fail_json`` gets when these are the reason."""
+    findings = [finding.to_dict() for finding in found]
+    return {"msg": "\n".join(lines(findings)), "findings": findings}

@@ -27,7 +27,6 @@ The caller keeps other runs out of the directory. Nothing here talks to a networ
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -46,6 +45,7 @@ from ansible_collections.sparkwright.dsv41.plugins.module_utils.weights import (
     FileFinding,
     file_digest,
     flush,
+    is_full,
 )
 
 JOURNAL_FORMAT = 1
@@ -62,7 +62,6 @@ _OVERHEAD = 256 * 1024
 _SUFFIX = re.compile(r"(?P<target>.*)\.part(?P<number>[^./]*)", re.DOTALL)
 _SUM = re.compile(r"(?P<digest>[0-9A-Fa-f]{64}) [ *](?P<path>.+)")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 # Linux: FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE.
 _PUNCH = 0x01 | 0x02
 
@@ -390,7 +389,7 @@ def join(
         _finish(paths)
         return Joined(total, digest, resumed_at)
     except OSError as error:
-        if error.errno not in _FULL:
+        if not is_full(error):
             raise
         free = os.statvfs(paths.folder)
         raise NoRoom(
@@ -625,7 +624,7 @@ class _Work:
         try:
             count = os.pwrite(self.growing, data, self.written)
         except OSError as error:
-            if error.errno not in _FULL or self.settled == self.written:
+            if not is_full(error) or self.settled == self.written:
                 raise
             # What can be taken from the parts may be room enough.
             self._settle_all()

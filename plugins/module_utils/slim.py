@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ansible_collections.sparkwright.dsv41.plugins.module_utils.weights import FileEntry, FileFinding, flush
+from ansible_collections.sparkwright.dsv41.plugins.module_utils.weights import FileEntry, FileFinding, flush, is_full
 
 INDEX_NAME = "model.safetensors.index.json"
 CONFIG_NAME = "config.json"
@@ -183,7 +183,7 @@ def apply(plan: SlimPlan) -> None:
             if _content(os.path.join(dest, name)) != data:
                 _put(dest, name, data)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if not is_full(error):
             raise
         raise SlimError(
             f"The file system of {dest} ({_file_system(dest)}) is full ({error.strerror}): found "

@@ -107,7 +107,7 @@ from typing import Any, Dict, List, NoReturn
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.sparkwright.dsv41.plugins.module_utils import nfs
-from ansible_collections.sparkwright.dsv41.plugins.module_utils.findings import Finding, lines
+from ansible_collections.sparkwright.dsv41.plugins.module_utils.findings import Finding, failure
 from ansible_collections.sparkwright.dsv41.plugins.module_utils.node_files import Files
 
 SERVICE = "nfs-server.service"
@@ -229,8 +229,7 @@ class Export:
             self.fail([Finding("nfs.server", self.host, f"{name} {' '.join(words)}: {said}", "success", repair)])
 
     def fail(self, found: List[Finding]) -> NoReturn:
-        findings = [finding.to_dict() for finding in found]
-        self.module.fail_json(msg="\n".join(lines(findings)), findings=findings)
+        self.module.fail_json(**failure(found))
         raise AssertionError("fail_json returned")
 
 

@@ -107,11 +107,11 @@ findings:
 
 import glob
 import os
-from typing import Any, Dict, List, NoReturn
+from typing import Any, Dict, List, NoReturn, Tuple
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.sparkwright.dsv41.plugins.module_utils import nfs
-from ansible_collections.sparkwright.dsv41.plugins.module_utils.findings import Finding, lines
+from ansible_collections.sparkwright.dsv41.plugins.module_utils.findings import Finding, failure
 from ansible_collections.sparkwright.dsv41.plugins.module_utils.node_files import Files
 
 
@@ -133,7 +133,7 @@ class Mounting:
     def run(self) -> None:
         self.refuse()
         gone = {name: nfs.where(text) for name, text in self.before.items() if name not in self.after}
-        stale = {name: path for name, path in map(self.named, self.sources) if not self.shows(path)}
+        stale = {nfs.unit_name(path): path for path, _ in self.wrong()}
         differ = [name for name, text in self.after.items() if self.before.get(name) != text]
         for name, path in gone.items():
             self.stop(name, path)
@@ -147,8 +147,9 @@ class Mounting:
             self.systemctl("enable", name)
         for name in again:
             self.systemctl("restart", name)
-        if self.acts:
-            self.verify()
+        found = [finding for _, finding in self.wrong()] if self.acts else []
+        if found:
+            self.fail(found)
         self.module.exit_json(
             changed=bool(gone or again or closed),
             before=self.before,
@@ -169,10 +170,6 @@ class Mounting:
                 found[name] = text
         return found
 
-    @staticmethod
-    def named(path: str) -> Any:
-        return nfs.unit_name(path), path
-
     def mounts(self) -> List[nfs.Mount]:
         return nfs.parse_mountinfo(self.files.read("proc/self/mountinfo"))
 
@@ -189,21 +186,28 @@ class Mounting:
         if found:
             self.fail(found)
 
-    def shows(self, path: str) -> bool:
-        return nfs.mount_problem(self.host, path, self.sources[path], self.rdma, self.mounts()) is None
+    def wrong(self) -> List[Tuple[str, Finding]]:
+        """Directories that do not show what is wanted, and why."""
+        mounts = self.mounts()
+        problems = [
+            (p, nfs.mount_problem(self.host, p, source, self.rdma, mounts)) for p, source in self.sources.items()
+        ]
+        return [(path, finding) for path, finding in problems if finding]
 
     def enabled(self, name: str) -> bool:
         if not self.files.live:
             return True
-        command = self.module.get_bin_path("systemctl", required=True)
-        return bool(self.module.run_command([command, "is-enabled", name])[0] == 0)
+        return self.call("systemctl", "is-enabled", name)[0] == 0
+
+    def call(self, name: str, *words: str) -> Tuple[int, str, str]:
+        rc, out, err = self.module.run_command([self.module.get_bin_path(name, required=True), *words])
+        return int(rc), str(out), str(err)
 
     def stop(self, name: str, path: str) -> None:
         if not self.acts:
             return
-        command = self.module.get_bin_path("systemctl", required=True)
-        self.module.run_command([command, "disable", name])
-        rc, _out, _err = self.module.run_command([command, "stop", name])
+        self.call("systemctl", "disable", name)
+        rc, _out, _err = self.call("systemctl", "stop", name)
         mount = nfs.mount_of(path, self.mounts())
         if rc != 0 or (mount is not None and mount.target == path):
             seen = f"{path} in use: {self.last_words(name)}"
@@ -212,8 +216,7 @@ class Mounting:
     def systemctl(self, *words: str) -> None:
         if not self.acts:
             return
-        command = self.module.get_bin_path("systemctl", required=True)
-        rc, _out, err = self.module.run_command([command, *words])
+        rc, _out, err = self.call("systemctl", *words)
         if rc != 0:
             name = words[-1]
             path = nfs.where(self.after.get(name, ""))
@@ -226,24 +229,13 @@ class Mounting:
 
     def last_words(self, name: str) -> str:
         """What mount said, by the journal."""
-        command = self.module.get_bin_path("journalctl")
-        if not command:
-            return "no reason given"
-        _rc, out, _err = self.module.run_command([command, "--unit", name, "-n", "6", "-o", "cat", "--no-pager"])
+        _rc, out, _err = self.call("journalctl", "--unit", name, "-n", "6", "-o", "cat", "--no-pager")
         told = [line for line in out.splitlines() if line.strip() and "systemd" not in line]
         mount = [line for line in told if line.startswith(("mount", "umount"))]
-        return str((mount or told or ["no reason given"])[-1])
-
-    def verify(self) -> None:
-        mounts = self.mounts()
-        wrong = [nfs.mount_problem(self.host, p, source, self.rdma, mounts) for p, source in self.sources.items()]
-        found = [finding for finding in wrong if finding]
-        if found:
-            self.fail(found)
+        return (mount or told or ["no reason given"])[-1]
 
     def fail(self, found: List[Finding]) -> NoReturn:
-        findings = [finding.to_dict() for finding in found]
-        self.module.fail_json(msg="\n".join(lines(findings)), findings=findings)
+        self.module.fail_json(**failure(found))
         raise AssertionError("fail_json returned")
 
 
