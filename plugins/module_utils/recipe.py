@@ -55,8 +55,10 @@ _FIXED = {
     "served_name": str,
     "weights": list,
     "nodes": dict,
+    "options": dict,
     "notes": str,
 }
+_MAY_LACK = ("options", "notes")
 _WEIGHT = {"id": str, "mount": str}
 _CATALOG = {"repo": str, "revision": str, "include": list, "must_exist": list, "gib": _NUMBER}
 _REMOVED_ENV = {"HF_HUB_ENABLE_HF_TRANSFER": "HF_XET_HIGH_PERFORMANCE"}
@@ -69,7 +71,8 @@ _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 class Weights:
     """One repository of the plan; `path` is where it lies on every node, `mount` where the engine sees it.
 
-    `join` names the repository's list of SHA-256 digests where it stores files in parts, else it is empty.
+    `join` names the repository's list of SHA-256 digests where it stores files in parts, `slim` the directory with only
+    its Engram tables where the engine is to see that one; else they are empty.
     """
 
     id: str
@@ -79,6 +82,7 @@ class Weights:
     must_exist: List[str]
     join: str
     path: str
+    slim: str
     mount: str
 
 
@@ -197,26 +201,36 @@ def _check_recipe(recipe: Mapping[str, Any]) -> List[str]:
         elif not _is(value, _FIXED[key]):
             problems.append(f"{where}: {key} is {value!r}; needed a {_type_name(_FIXED[key])}")
     for key in [*_FIXED, "memory", "ready", "smoke"]:
-        if key not in recipe and key != "notes":
+        if key not in recipe and key not in _MAY_LACK:
             problems.append(f"{where}: {key} is missing")
     for section, known in (("memory", _MEMORY), ("ready", _READY), ("smoke", _SMOKE)):
         values = recipe.get(section)
         for key in known:
             if isinstance(values, Mapping) and key not in values:
                 problems.append(f"{where}: {section}.{key} is missing")
-    weights = recipe.get("weights")
-    if weights == []:
+    if recipe.get("weights") == []:
         problems.append(f"{where}: weights is empty; needed one repository or more")
-    for index, entry in enumerate(weights if isinstance(weights, list) else []):
-        for key, kind in _WEIGHT.items():
-            if not isinstance(entry, Mapping) or not _is(entry.get(key), kind):
-                problems.append(f"{where}: weights[{index}].{key} is missing or not a {_type_name(kind)}")
+    problems += _check_weights(where, recipe.get("weights"))
+    options = recipe.get("options")
+    for name, option in options.items() if isinstance(options, Mapping) else ():
+        layer = {key: value for key, value in option.items() if key != "weights"} if _is(option, dict) else option
+        problems += _check_layer(f"{where} options.{name}", layer)
+        problems += _check_weights(f"{where} options.{name}", option.get("weights") if _is(option, dict) else None)
     nodes = recipe.get("nodes")
     for count, overlay in nodes.items() if isinstance(nodes, Mapping) else ():
         if not _is(count, int):
             problems.append(f"{where}: nodes key {count!r}; needed a number of nodes")
         problems += _check_layer(f"{where} nodes.{count}", overlay)
     return problems
+
+
+def _check_weights(where: str, weights: Any) -> List[str]:
+    return [
+        f"{where}: weights[{index}].{key} is missing or not a {_type_name(kind)}"
+        for index, entry in enumerate(weights if isinstance(weights, list) else [])
+        for key, kind in _WEIGHT.items()
+        if not isinstance(entry, Mapping) or not _is(entry.get(key), kind)
+    ]
 
 
 def _merge(layers: Sequence[Tuple[str, Mapping[str, Any]]]) -> Tuple[Dict[str, Dict[str, Any]], Dict[str, str]]:
@@ -272,7 +286,8 @@ def _weights(
         problems += [
             f"{variable}: {_unknown(str(name), list(catalog))}" for name in cluster[variable] if name not in catalog
         ]
-    for entry in recipe["weights"]:
+    chosen = [recipe["options"][name].get("weights", []) for name in cluster["spark_recipe_options"]]
+    for entry in [*recipe["weights"], *(entry for entries in chosen for entry in entries)]:
         name = entry["id"]
         if name not in catalog:
             problems.append(f"recipe {recipe['id']}: weights: {_unknown(name, list(catalog))}")
@@ -302,6 +317,8 @@ def _weights(
                 must_exist=data["must_exist"],
                 join=data.get("join", ""),
                 path=path,
+                # Below the repository, so that it is on the same file system, in its exports and in its snapshots.
+                slim=f"{path}/engram-only" if data.get("slim") else "",
                 mount=entry["mount"],
             )
         )
@@ -315,13 +332,22 @@ def problems(recipe: Mapping[str, Any], hosts: Mapping[str, Mapping[str, Any]]) 
     for where in ("spark_recipe_overrides", "spark_recipe_set"):
         if isinstance(cluster[where], Mapping):
             found += _check_layer(where, cluster[where])
+    known = recipe.get("options")
+    options = known if isinstance(known, Mapping) else {}
+    asked = cluster["spark_recipe_options"]
+    chosen = [str(name) for name in asked] if _is(asked, list) else []
+    for name in chosen:
+        if name not in options:
+            offered = f"known: {', '.join(options)}" if options else "it has none"
+            found.append(f"spark_recipe_options: recipe {recipe.get('id')} has no option {name!r}; {offered}")
     nodes = recipe.get("nodes")
     allowed = sorted(n for n in nodes if _is(n, int)) if isinstance(nodes, Mapping) else []
     if len(hosts) not in allowed:
         known = ", ".join(map(str, allowed)) or "none"
         found.append(f"recipe {recipe.get('id')}: the inventory has {len(hosts)} nodes; allowed: {known}")
     overlay = nodes.get(len(hosts)) if isinstance(nodes, Mapping) else None
-    layers = [recipe, overlay, cluster["spark_recipe_overrides"], cluster["spark_recipe_set"]]
+    picked = [options.get(name) for name in chosen]
+    layers = [recipe, overlay, *picked, cluster["spark_recipe_overrides"], cluster["spark_recipe_set"]]
     return found + _topology_problems(cluster["spark_fabric_topology"], layers, len(hosts))
 
 
@@ -367,9 +393,11 @@ def resolve(
     cluster, per_host, _ = variables.check(hosts)
     world_size = len(hosts)
     engine_layers = engine["args"]
+    chosen = cluster["spark_recipe_options"]
     layers = [
         (f"recipe {recipe['id']}", recipe),
         (f"recipe {recipe['id']} nodes.{world_size}", recipe["nodes"][world_size]),
+        *((f"recipe {recipe['id']} options.{name}", recipe["options"][name]) for name in chosen),
         (origin("spark_recipe_overrides"), cluster["spark_recipe_overrides"]),
         (origin("spark_recipe_set"), cluster["spark_recipe_set"]),
     ]
@@ -413,7 +441,7 @@ def resolve(
             "port": str(cluster["spark_api_port"]),
             "served_name": str(recipe["served_name"]),
         }
-        mounts = [{"source": entry.path, "target": entry.mount, "read_only": True} for entry in weights]
+        mounts = [{"source": entry.slim or entry.path, "target": entry.mount, "read_only": True} for entry in weights]
         if number == 0:
             mounts.append({"source": f"{data_dir}/secrets", "target": "/run/secrets/sparkwright", "read_only": True})
         argv = [_fill(item, values) for item in [*engine["command"], *_argv(args["args"])]]

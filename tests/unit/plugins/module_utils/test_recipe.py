@@ -495,7 +495,7 @@ def test_weights_come_from_the_catalog_and_lie_by_their_id() -> None:
 def test_every_entry_of_the_catalog_can_be_planned_once_it_is_pinned(name: str) -> None:
     (weights,) = plan_of(with_weights(name), hosts(spark_weights_revisions={name: "a" * 40}))["weights"]
     assert weights["revision"] == "a" * 40
-    assert set(CATALOG[name]) <= {"repo", "revision", "include", "must_exist", "join", "gib"}
+    assert set(CATALOG[name]) <= {"repo", "revision", "include", "must_exist", "join", "slim", "gib"}
     assert not CATALOG[name].get("join") or CATALOG[name]["join"] in weights["must_exist"]
 
 
@@ -529,3 +529,50 @@ def test_tables_and_native_checkpoint_of_one_repository_do_not_share_a_directory
     first, second = plan_of(with_weights(*names))["weights"]
     assert (first["repo"], first["revision"]) == (second["repo"], second["revision"])
     assert first["path"] != second["path"]
+
+
+OVERLAY = {"id": "deepseek-v41-flash-1017-abliterated", "mount": "/overlay"}
+
+
+def test_an_option_is_a_layer_and_may_bring_weights() -> None:
+    data = put(LAB, ("options",), {"other": {"weights": [OVERLAY], "env": {"ABLIT": 1}, "args": {"--dtype": "half"}}})
+    assert "ABLIT" not in plan_of(data)["ranks"][0]["env"]
+    pinned = {"spark_weights_revisions": {OVERLAY["id"]: "a" * 40}}
+    plan = plan_of(data, hosts(spark_recipe_options=["other"], **pinned))
+    assert [entry["id"] for entry in plan["weights"]] == ["arith-exl3-3bpw", OVERLAY["id"]]
+    assert plan["weights"][0]["path"] != plan["weights"][1]["path"]
+    for rank in plan["ranks"]:
+        assert rank["env"]["ABLIT"] == "1" and value_of(rank["argv"], "--dtype") == "half"
+        assert {"source": plan["weights"][1]["path"], "target": "/overlay", "read_only": True} in rank["mounts"]
+    assert plan["sources"]["env.ABLIT"] == "recipe lab options.other"
+    # What the user sets wins over it.
+    changed = hosts(spark_recipe_options=["other"], spark_recipe_overrides={"env": {"ABLIT": None}}, **pinned)
+    assert "ABLIT" not in plan_of(data, changed)["ranks"][0]["env"]
+    # Its weights are pinned like others.
+    (problem,) = problems_of(data, hosts(spark_recipe_options=["other"]))
+    assert "keys-DeepSeek-V4.1-Flash-1017-Abliterated is pinned by nobody" in problem
+
+
+def test_wrong_options_are_told() -> None:
+    assert problems_of(LAB, hosts(spark_recipe_options=["other"])) == [
+        "spark_recipe_options: recipe lab has no option 'other'; it has none"
+    ]
+    data = put(LAB, ("options",), {"one": {"weights": [{"id": "x"}], "envs": {}}, "two": "text"})
+    assert problems_of(data, hosts(spark_recipe_options=["one", "three"])) == [
+        "recipe lab options.one: unknown key 'envs'; did you mean 'env'?",
+        "recipe lab options.one: weights[0].mount is missing or not a string",
+        "recipe lab options.two is 'text'; needed a mapping",
+        "spark_recipe_options: recipe lab has no option 'three'; known: one, two",
+    ]
+    for value in ("one", ["one", "one"], [1]):
+        wrong = f"spark_recipe_options is {value!r}; needed a list of different names"
+        assert wrong in problems_of(data, hosts(spark_recipe_options=value))
+
+
+def test_the_engine_sees_the_engram_tables_alone() -> None:
+    weights = [{"id": "deepseek-v41-flash-engram", "mount": "/engram"}]
+    plan = plan_of(put(LAB, ("weights",), weights))
+    (entry,) = plan["weights"]
+    assert entry["slim"].startswith(f"{entry['path']}/")
+    mount = {"source": entry["slim"], "target": "/engram", "read_only": True}
+    assert all(mount in rank["mounts"] for rank in plan["ranks"])
