@@ -55,11 +55,14 @@ _FIXED = {
     "served_name": str,
     "weights": list,
     "nodes": dict,
+    "engram": dict,
     "options": dict,
     "notes": str,
 }
-_MAY_LACK = ("options", "notes")
+_MAY_LACK = ("engram", "options", "notes")
 _WEIGHT = {"id": str, "mount": str}
+# How the Engram tables are packed: a format, and a rule that splits them between ranks, of sparkwright_kernels.engram.
+_ENGRAM = {"weights": str, "format": ("dsv41en1", "pages"), "rule": ("heads", "rows"), "mount": str}
 _CATALOG = {"repo": str, "revision": str, "include": list, "must_exist": list, "gib": _NUMBER}
 _REMOVED_ENV = {"HF_HUB_ENABLE_HF_TRANSFER": "HF_XET_HIGH_PERFORMANCE"}
 # argv and environment of a container can be read by many; secrets reach the engine as files.
@@ -83,6 +86,21 @@ class Weights:
     join: str
     path: str
     slim: str
+    mount: str
+
+
+@dataclass(frozen=True)
+class Engram:
+    """The packed Engram tables: each rank packs its own rows of the tables in `source` into `path` on its node.
+
+    `path` is that of this recipe and number of ranks alone, since files of other splits have the same names.
+    """
+
+    source: str
+    revision: str
+    path: str
+    format: str
+    rule: str
     mount: str
 
 
@@ -114,6 +132,7 @@ class Plan:
     fabric: Dict[str, Any]
     image: Dict[str, Any]
     weights: List[Weights]
+    engram: Optional[Engram]
     container: Dict[str, Any]
     memory: Dict[str, float]
     ready: Dict[str, int]
@@ -211,6 +230,8 @@ def _check_recipe(recipe: Mapping[str, Any]) -> List[str]:
     if recipe.get("weights") == []:
         problems.append(f"{where}: weights is empty; needed one repository or more")
     problems += _check_weights(where, recipe.get("weights"))
+    if isinstance(recipe.get("engram"), Mapping):
+        problems += _check_engram(where, recipe["engram"])
     options = recipe.get("options")
     for name, option in options.items() if isinstance(options, Mapping) else ():
         layer = {key: value for key, value in option.items() if key != "weights"} if _is(option, dict) else option
@@ -221,6 +242,17 @@ def _check_recipe(recipe: Mapping[str, Any]) -> List[str]:
         if not _is(count, int):
             problems.append(f"{where}: nodes key {count!r}; needed a number of nodes")
         problems += _check_layer(f"{where} nodes.{count}", overlay)
+    return problems
+
+
+def _check_engram(where: str, engram: Mapping[str, Any]) -> List[str]:
+    problems = []
+    for key, kind in _ENGRAM.items():
+        value = engram.get(key)
+        if isinstance(kind, tuple) and value not in kind:
+            problems.append(f"{where}: engram.{key} is {value!r}; needed one of {', '.join(kind)}")
+        elif kind is str and not isinstance(value, str):
+            problems.append(f"{where}: engram.{key} is missing or not a string")
     return problems
 
 
@@ -325,6 +357,21 @@ def _weights(
     return weights, problems
 
 
+def _engram(
+    recipe: Mapping[str, Any], weights: Sequence[Weights], directory: str
+) -> Tuple[Optional[Engram], List[str]]:
+    """Where the recipe's packed tables lie and what they are made of; None where it has none."""
+    wanted = recipe.get("engram")
+    if wanted is None:
+        return None, []
+    how = {key: wanted[key] for key in ("format", "rule", "mount")}
+    for entry in weights:
+        if entry.id == wanted["weights"]:
+            return Engram(entry.slim or entry.path, entry.revision, directory, **how), []
+    known = [entry.id for entry in weights]
+    return None, [f"recipe {recipe['id']}: engram.weights: {_unknown(wanted['weights'], known)}"]
+
+
 def problems(recipe: Mapping[str, Any], hosts: Mapping[str, Mapping[str, Any]]) -> List[str]:
     """Everything that is wrong with a recipe and the `spark_*` variables of the hosts."""
     cluster, _, found = variables.check(hosts)
@@ -418,6 +465,8 @@ def resolve(
 
     data_dir = cluster["spark_data_dir"]
     weights, found = _weights(recipe, catalog, cluster)
+    engram, wrong = _engram(recipe, weights, f"{data_dir}/engram/{recipe['id']}-tp{world_size}")
+    found += wrong
     addresses = {host: str(values["spark_fabric_address"]) for host, values in per_host.items()}
     head_address = next(iter(addresses.values()))
     ranks = []
@@ -442,6 +491,8 @@ def resolve(
             "served_name": str(recipe["served_name"]),
         }
         mounts = [{"source": entry.slim or entry.path, "target": entry.mount, "read_only": True} for entry in weights]
+        if engram:
+            mounts.append({"source": engram.path, "target": engram.mount, "read_only": True})
         if number == 0:
             mounts.append({"source": f"{data_dir}/secrets", "target": "/run/secrets/sparkwright", "read_only": True})
         argv = [_fill(item, values) for item in [*engine["command"], *_argv(args["args"])]]
@@ -473,6 +524,7 @@ def resolve(
         fabric=merged["fabric"],
         image=dict(image),
         weights=weights,
+        engram=engram,
         container=container,
         memory={key: float(value) for key, value in merged["memory"].items()},
         ready=merged["ready"],
@@ -513,7 +565,7 @@ def bind_fabric(plan: Mapping[str, Any], host: str, fabric: Mapping[str, Any]) -
         raise ValueError(f"{host}: the survey of the fabric found no {', '.join(missing)}, which the engine needs")
     rank = {key: rank[key] for key in ("host", "rank", "container", "mounts")}
     rank.update(env=env, argv=argv)
-    shared = {key: plan[key] for key in ("recipe", "world_size", "container", "weights")}
+    shared = {key: plan[key] for key in ("recipe", "world_size", "container", "weights", "engram")}
     # The name tells all that is in an image; the rest are paths on whichever controller made the plan.
     shared["image"] = plan["image"]["name"]
     others = [{key: other[key] for key in ("host", "argv", "mounts")} for other in plan["ranks"]]
@@ -537,6 +589,11 @@ def describe(plan: Mapping[str, Any]) -> List[str]:
         + f" = {total:g} GiB a rank",
     ]
     lines += [f"weights {entry['repo']}@{entry['revision']} -> {entry['path']}" for entry in plan["weights"]]
+    if plan["engram"]:
+        engram = plan["engram"]
+        lines.append(
+            f"engram  {engram['source']} -> {engram['path']}, format {engram['format']}, rule {engram['rule']}"
+        )
     for section in ("fabric", "container", "ready", "smoke"):
         lines += [f"{section} {key}: {value}  [{sources[f'{section}.{key}']}]" for key, value in plan[section].items()]
     for rank in plan["ranks"]:

@@ -576,3 +576,37 @@ def test_the_engine_sees_the_engram_tables_alone() -> None:
     assert entry["slim"].startswith(f"{entry['path']}/")
     mount = {"source": entry["slim"], "target": "/engram", "read_only": True}
     assert all(mount in rank["mounts"] for rank in plan["ranks"])
+
+
+ENGRAM = {"weights": "deepseek-v41-flash-engram", "format": "pages", "rule": "heads", "mount": "/packed"}
+
+
+def with_engram(**changes: Any) -> dict[str, Any]:
+    weights = [*LAB["weights"], {"id": "deepseek-v41-flash-engram", "mount": "/engram"}]
+    return put(put(LAB, ("weights",), weights), ("engram",), {**ENGRAM, **changes})
+
+
+def test_each_recipe_and_number_of_ranks_packs_engram_tables_of_its_own() -> None:
+    assert plan_of()["engram"] is None
+    data = put(with_engram(), ("nodes", 3), {})
+    two, three = plan_of(data)["engram"], plan_of(data, hosts(3))["engram"]
+    assert two["path"].endswith("/engram/lab-tp2") and three["path"].endswith("/engram/lab-tp3")
+    plan = plan_of(data)
+    assert two["source"] == plan["weights"][1]["slim"] and two["revision"] == plan["weights"][1]["revision"]
+    mount = {"source": two["path"], "target": "/packed", "read_only": True}
+    assert all(mount in rank["mounts"] for rank in plan["ranks"])
+    assert any(two["path"] in line and "format pages" in line for line in recipe.describe(plan))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "fast"}, "recipe lab: engram.format is 'fast'; needed one of dsv41en1, pages"),
+        ({"rule": "columns"}, "recipe lab: engram.rule is 'columns'; needed one of heads, rows"),
+        ({"mount": None}, "recipe lab: engram.mount is missing or not a string"),
+        ({"weights": "x"}, "recipe lab: engram.weights: unknown key 'x'; known: arith-exl3-3bpw, deepseek-v41"),
+    ],
+)
+def test_wrong_engram_is_told(changes: dict[str, Any], message: str) -> None:
+    (problem,) = problems_of(with_engram(**changes))
+    assert problem.startswith(message)
