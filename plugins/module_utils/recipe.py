@@ -29,6 +29,8 @@ _CONTAINER = {
     "capabilities": list,
     "ulimits": dict,
     "gpus": str,
+    "entrypoint": list,
+    "caches": dict,
     "oom_score_adj": int,
     "stop_timeout_s": int,
 }
@@ -38,16 +40,21 @@ _MEMORY = {"weights_gib": _NUMBER, "kv_gib": _NUMBER, "runtime_gib": _NUMBER, "m
 _READY = {"deadline_s": int, "stall_s": int}
 _SMOKE = {"prompt": str, "expect": str, "max_tokens": int}
 _FABRIC = {"topology": str, "rdma": bool, "mtu": int, "min_rails": int, "max_rails": int}
-# Sections that overlays and overrides may change; None: any key, scalar values (null unsets).
+# Sections that overlays and overrides may change; None: any key, scalar values (null unsets). What is in `settings`
+# fills the placeholders of its name in env and args.
 _MERGED: Dict[str, Optional[Mapping[str, Any]]] = {
     "fabric": _FABRIC,
     "container": _CONTAINER,
     "memory": _MEMORY,
     "ready": _READY,
     "smoke": _SMOKE,
+    "settings": None,
     "env": None,
     "args": None,
 }
+# Layers within a layer, for some ranks only; they have these sections.
+_ROLES = ("head", "workers")
+_OF_ROLES = ("env", "args")
 _FIXED = {
     "id": str,
     "engine": str,
@@ -67,6 +74,8 @@ _CATALOG = {"repo": str, "revision": str, "include": list, "must_exist": list, "
 _REMOVED_ENV = {"HF_HUB_ENABLE_HF_TRANSFER": "HF_XET_HIGH_PERFORMANCE"}
 # argv and environment of a container can be read by many; secrets reach the engine as files.
 _SECRET = re.compile(r"(api_?key|access_?key|token|secret|password)$", re.IGNORECASE)
+# Placeholders that the plan itself fills, beside those of the node.
+_FILLED = ("rank", "world_size", "gid_pin", "rendezvous_port", "bind_address", "port", "served_name")
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -133,6 +142,7 @@ class Plan:
     image: Dict[str, Any]
     weights: List[Weights]
     engram: Optional[Engram]
+    settings: Dict[str, Any]
     container: Dict[str, Any]
     memory: Dict[str, float]
     ready: Dict[str, int]
@@ -176,6 +186,10 @@ def _check_section(where: str, section: str, value: Any) -> List[str]:
                 problems.append(f"{where}: args key {shown!r}; needed a flag that begins with '-' and holds no '='")
             if section == "env" and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(key)):
                 problems.append(f"{where}: env key {key!r}; needed a variable name")
+            if section == "settings" and (not re.fullmatch(r"\w+", str(key)) or key in (*_FILLED, *DISCOVERED)):
+                problems.append(
+                    f"{where}: settings key {key!r}; needed a word that is no placeholder of the plan's own"
+                )
             if section == "env" and item == "":
                 problems.append(f"{where}: env {key} is empty; write null to leave the variable out")
             if section == "env" and key in _REMOVED_ENV:
@@ -202,10 +216,24 @@ def _check_layer(where: str, layer: Any) -> List[str]:
         return [f"{where} is {layer!r}; needed a mapping"]
     problems = []
     for key, value in layer.items():
-        if key not in _MERGED:
-            problems.append(f"{where}: {_unknown(str(key), list(_MERGED))}")
-        else:
+        if key in _MERGED:
             problems += _check_section(where, str(key), value)
+        elif key in _ROLES:
+            problems += _check_role(f"{where} {key}", value)
+        else:
+            problems.append(f"{where}: {_unknown(str(key), [*_MERGED, *_ROLES])}")
+    return problems
+
+
+def _check_role(where: str, layer: Any) -> List[str]:
+    if not isinstance(layer, Mapping):
+        return [f"{where} is {layer!r}; needed a mapping"]
+    problems = []
+    for key, value in layer.items():
+        if key in _OF_ROLES:
+            problems += _check_section(where, str(key), value)
+        else:
+            problems.append(f"{where}: {_unknown(str(key), _OF_ROLES)}")
     return problems
 
 
@@ -213,10 +241,10 @@ def _check_recipe(recipe: Mapping[str, Any]) -> List[str]:
     where = f"recipe {recipe.get('id', '?')}"
     problems = []
     for key, value in recipe.items():
-        if key in _MERGED:
-            problems += _check_section(where, str(key), value)
+        if key in _MERGED or key in _ROLES:
+            problems += _check_layer(where, {key: value})
         elif key not in _FIXED:
-            problems.append(f"{where}: {_unknown(str(key), [*_FIXED, *_MERGED])}")
+            problems.append(f"{where}: {_unknown(str(key), [*_FIXED, *_MERGED, *_ROLES])}")
         elif not _is(value, _FIXED[key]):
             problems.append(f"{where}: {key} is {value!r}; needed a {_type_name(_FIXED[key])}")
     for key in [*_FIXED, "memory", "ready", "smoke"]:
@@ -265,15 +293,21 @@ def _check_weights(where: str, weights: Any) -> List[str]:
     ]
 
 
-def _merge(layers: Sequence[Tuple[str, Mapping[str, Any]]]) -> Tuple[Dict[str, Dict[str, Any]], Dict[str, str]]:
-    """Later layers win key by key; the second result tells, for each `section.key`, which layer it came from."""
+def _merge(
+    layers: Sequence[Tuple[str, Mapping[str, Any]]], role: str = ""
+) -> Tuple[Dict[str, Dict[str, Any]], Dict[str, str]]:
+    """Later layers win key by key, within a layer what it has for the role; without a role that is left out.
+
+    The second result tells, for each `section.key`, which layer it came from.
+    """
     merged: Dict[str, Dict[str, Any]] = {section: {} for section in _MERGED}
     sources: Dict[str, str] = {}
     for source, layer in layers:
-        for section in _MERGED:
-            for key, value in (layer.get(section) or {}).items():
-                merged[section][str(key)] = value
-                sources[f"{section}.{key}"] = source
+        for part in (layer, layer.get(role) or {}):
+            for section in _MERGED:
+                for key, value in (part.get(section) or {}).items():
+                    merged[section][str(key)] = value
+                    sources[f"{section}.{key}"] = source
     return merged, sources
 
 
@@ -439,7 +473,6 @@ def resolve(
 
     cluster, per_host, _ = variables.check(hosts)
     world_size = len(hosts)
-    engine_layers = engine["args"]
     chosen = cluster["spark_recipe_options"]
     layers = [
         (f"recipe {recipe['id']}", recipe),
@@ -456,7 +489,7 @@ def resolve(
     names = ["sockets", *(["rdma", shape["topology"]] if shape["rdma"] else [])]
     base: List[Tuple[str, Mapping[str, Any]]] = [
         usual,
-        (f"engine {engine['id']}", {"env": engine["env"], "args": engine_layers["all"]}),
+        (f"engine {engine['id']}", engine),
         *((f"fabric {name}", {"env": asked.get(name, {})}) for name in names),
     ]
     merged, sources = _merge([*base, *layers])
@@ -475,9 +508,8 @@ def resolve(
         found.append(f"recipe {recipe['id']}: container.shm_gib is missing")
     for number, host in enumerate(hosts):
         role = "head" if number == 0 else "workers"
-        role_layer = (f"engine {engine['id']} {role}", {"args": engine_layers[role]})
-        args, role_sources = _merge([*base, role_layer, *layers])
-        sources.update(role_sources)
+        own, own_sources = _merge([*base, *layers], role)
+        sources.update(own_sources)
         pin = per_host[host]["spark_fabric_gid_index"]
         values = {
             "rank": str(number),
@@ -489,14 +521,19 @@ def resolve(
             "bind_address": str(cluster["spark_bind_address"]),
             "port": str(cluster["spark_api_port"]),
             "served_name": str(recipe["served_name"]),
+            **{key: _scalar(value) for key, value in merged["settings"].items() if value is not None},
         }
         mounts = [{"source": entry.slim or entry.path, "target": entry.mount, "read_only": True} for entry in weights]
         if engram:
             mounts.append({"source": engram.path, "target": engram.mount, "read_only": True})
+        for target, name in container.get("caches", {}).items():
+            source = f"{data_dir}/cache/{recipe['id']}/{name}"
+            mounts.append({"source": source, "target": target, "read_only": False})
         if number == 0:
             mounts.append({"source": f"{data_dir}/secrets", "target": "/run/secrets/sparkwright", "read_only": True})
-        argv = [_fill(item, values) for item in [*engine["command"], *_argv(args["args"])]]
-        env = {k: _fill(_scalar(v), values) for k, v in sorted(merged["env"].items()) if v is not None}
+        command = engine[role].get("command", engine["command"])
+        argv = [_fill(item, values) for item in [*command, *_argv(own["args"])]]
+        env = {k: _fill(_scalar(v), values) for k, v in sorted(own["env"].items()) if v is not None}
         # Without a pin a variable that holds one is left out: empty would be read as 0.
         env = {key: value for key, value in env.items() if value != "{gid_pin}"}
         found += _unfilled("args", argv, DISCOVERED) + _unfilled("env", list(env.values()), DISCOVERED)
@@ -525,6 +562,7 @@ def resolve(
         image=dict(image),
         weights=weights,
         engram=engram,
+        settings=merged["settings"],
         container=container,
         memory={key: float(value) for key, value in merged["memory"].items()},
         ready=merged["ready"],
@@ -594,7 +632,7 @@ def describe(plan: Mapping[str, Any]) -> List[str]:
         lines.append(
             f"engram  {engram['source']} -> {engram['path']}, format {engram['format']}, rule {engram['rule']}"
         )
-    for section in ("fabric", "container", "ready", "smoke"):
+    for section in ("fabric", "settings", "container", "ready", "smoke"):
         lines += [f"{section} {key}: {value}  [{sources[f'{section}.{key}']}]" for key, value in plan[section].items()]
     for rank in plan["ranks"]:
         where = rank["address"] or "address found on the node"

@@ -610,3 +610,36 @@ def test_each_recipe_and_number_of_ranks_packs_engram_tables_of_its_own() -> Non
 def test_wrong_engram_is_told(changes: dict[str, Any], message: str) -> None:
     (problem,) = problems_of(with_engram(**changes))
     assert problem.startswith(message)
+
+
+def test_ranks_may_differ_in_each_layer() -> None:
+    data = put(LAB, ("head",), {"env": {"A": 1, "B": 1}, "args": {"--x": 1}})
+    data = put(data, ("workers",), {"env": {"A": 2}})
+    data = put(data, ("env", "B"), 0)
+    head, worker = plan_of(data)["ranks"]
+    assert (head["env"]["A"], head["env"]["B"], value_of(head["argv"], "--x")) == ("1", "1", "1")
+    assert (worker["env"]["A"], worker["env"]["B"]) == ("2", "0") and "--x" not in worker["argv"]
+    # A later layer wins over what an earlier one says of a role.
+    changed = hosts(spark_recipe_overrides={"env": {"A": 3}, "workers": {"env": {"B": 4}}})
+    head, worker = plan_of(data, changed)["ranks"]
+    assert (head["env"]["A"], worker["env"]["A"], worker["env"]["B"]) == ("3", "3", "4")
+    wrong = put(LAB, ("workers",), {"smoke": {}})
+    assert problems_of(wrong) == ["recipe lab workers: unknown key 'smoke'; known: env, args"]
+
+
+def test_settings_fill_placeholders_of_their_name() -> None:
+    data = put(put(LAB, ("settings",), {"context": 1024}), ("args", "--max-model-len"), "{context}")
+    assert value_of(plan_of(data)["ranks"][1]["argv"], "--max-model-len") == "1024"
+    smaller = hosts(spark_recipe_overrides={"settings": {"context": 512}})
+    plan = plan_of(data, smaller)
+    assert value_of(plan["ranks"][0]["argv"], "--max-model-len") == "512"
+    assert "settings context: 512  [inventory spark_recipe_overrides]" in recipe.describe(plan)
+    for name in ("port", "hcas", "a b"):
+        (problem,) = problems_of(put(LAB, ("settings",), {name: 1}))
+        assert problem == f"recipe lab: settings key {name!r}; needed a word that is no placeholder of the plan's own"
+
+
+def test_caches_are_writable_and_of_the_recipe() -> None:
+    plan = plan_of(put(LAB, ("container", "caches"), {"/root/.cache/vllm": "vllm"}))
+    mount = {"source": "/var/lib/sparkwright/cache/lab/vllm", "target": "/root/.cache/vllm", "read_only": False}
+    assert all(mount in rank["mounts"] for rank in plan["ranks"])
