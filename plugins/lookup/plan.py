@@ -68,7 +68,7 @@ def _read(directory: Path, kind: str, name: str) -> tuple[dict[str, Any], list[s
 
 
 def _derived(name: str) -> bool:
-    return name.startswith((".", "__pycache__")) or name.endswith(".egg-info")
+    return name.startswith((".", "__pycache__")) or name.endswith((".egg-info", ".so"))
 
 
 def _image(key: str, images_directory: Path, kernels: Path, values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -79,7 +79,7 @@ def _image(key: str, images_directory: Path, kernels: Path, values: dict[str, An
     context = images_directory / entry["context"]
     names = ("Dockerfile", "entrypoint", entry["requirements"])
     files = {name: context / name for name in names}
-    files["kernels/pyproject.toml"] = kernels / "pyproject.toml"
+    files.update({f"kernels/{name}": kernels / name for name in ("pyproject.toml", "setup.py")})
     for path in sorted((kernels / "src").rglob("*")):
         if path.is_file() and not any(_derived(part) for part in path.relative_to(kernels).parts):
             files[f"kernels/{path.relative_to(kernels)}"] = path

@@ -4,12 +4,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from dataclasses import dataclass
+import struct
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from sparkwright_kernels.engram.formats import EngramFile
 from sparkwright_kernels.engram.layout import EngramLayout
 
 REAL = {
@@ -104,3 +107,60 @@ def save_planes(path: Path, tensors: dict[str, np.ndarray[Any, Any]], dtypes: di
         stream.write(len(raw).to_bytes(8, "little") + raw + bytes(7))
         for tensor in tensors.values():
             stream.write(tensor.tobytes())
+
+
+def reference_bytes(file: EngramFile, rows: np.ndarray[Any, Any]) -> bytes:
+    """A whole file as the specification says it, from this rank's rows `[n, row_bytes]`: NumPy only."""
+    if file.format == "dsv41en1":
+        return file.header() + rows.tobytes()
+    per_page = 4096 // file.row_bytes
+    pages = np.zeros((-(-len(rows) // per_page), 4096), np.uint8)
+    padded = np.zeros((len(pages) * per_page, file.row_bytes), np.uint8)
+    padded[: len(rows)] = rows
+    pages[:, : per_page * file.row_bytes] = padded.reshape(len(pages), -1)
+    payload = pages.tobytes()
+    chunk = 2048 * 4096
+    sums = [xxh64(payload[at : at + chunk]) for at in range(0, len(payload), chunk)]
+    table = b"".join(value.to_bytes(8, "little") for value in sums)
+    header = replace(file, table_digest=hashlib.sha256(table).digest()).header()
+    return header + payload + table.ljust(-(-len(table) // 4096) * 4096, b"\0")
+
+
+def xxh64(data: bytes) -> int:
+    """XXH64 with seed 0, from its specification."""
+    p1, p2, p3, p4, p5 = (
+        0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5,
+    )  # fmt: skip
+    mask = 2**64 - 1
+
+    def rotl(x: int, bits: int) -> int:
+        return (x << bits | x >> (64 - bits)) & mask
+
+    def mix(lane: int, x: int) -> int:
+        return rotl((lane + x * p2) & mask, 31) * p1 & mask
+
+    stripes = len(data) // 32
+    digest = p5
+    if stripes:
+        lanes = [(p1 + p2) & mask, p2, 0, -p1 & mask]
+        words = struct.unpack_from(f"<{stripes * 4}Q", data)
+        for at in range(0, len(words), 4):
+            lanes = [mix(lane, word) for lane, word in zip(lanes, words[at : at + 4], strict=True)]
+        digest = sum(map(rotl, lanes, (1, 7, 12, 18))) & mask
+        for lane in lanes:
+            digest = ((digest ^ mix(0, lane)) * p1 + p4) & mask
+    digest = (digest + len(data)) & mask
+    at = stripes * 32
+    for size in (8, 4, 1):
+        while at + size <= len(data):
+            word = int.from_bytes(data[at : at + size], "little")
+            at += size
+            if size == 8:
+                digest = (rotl(digest ^ mix(0, word), 27) * p1 + p4) & mask
+            elif size == 4:
+                digest = (rotl(digest ^ word * p1 & mask, 23) * p2 + p3) & mask
+            else:
+                digest = rotl(digest ^ word * p5 & mask, 11) * p1 & mask
+    digest = (digest ^ digest >> 33) * p2 & mask
+    digest = (digest ^ digest >> 29) * p3 & mask
+    return digest ^ digest >> 32

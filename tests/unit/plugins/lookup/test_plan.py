@@ -176,11 +176,13 @@ def project(tmp_path: Path) -> tuple[Path, Path]:
         "images/e/entrypoint": "#!/bin/sh\n",
         "images/e/r.txt": "a==1\n",
         "kernels/pyproject.toml": "[project]\n",
+        "kernels/setup.py": "setup()\n",
         "kernels/src/k/__init__.py": "",
         "kernels/src/k/kernel.cu": "__global__\n",
         "kernels/src/k/__pycache__/x.pyc": "1",
         "kernels/src/k/.ruff_cache/x": "1",
         "kernels/src/k.egg-info/PKG-INFO": "1",
+        "kernels/src/k/libk.so": "1",
     }
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -196,12 +198,14 @@ def project(tmp_path: Path) -> tuple[Path, Path]:
         ("images/e/entrypoint", True),
         ("images/e/r.txt", True),
         ("kernels/pyproject.toml", True),
+        ("kernels/setup.py", True),
         ("kernels/src/k/__init__.py", True),
         ("kernels/src/k/kernel.cu", True),
         ("kernels/src/k/new.yml", True),
         ("kernels/src/k/__pycache__/x.pyc", False),
         ("kernels/src/k/.ruff_cache/x", False),
         ("kernels/src/k.egg-info/PKG-INFO", False),
+        ("kernels/src/k/libk.so", False),
         ("kernels/tests/test_x.py", False),
     ],
 )
