@@ -8,8 +8,10 @@ graph breaks. Kernels and classes are vLLM's.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
+import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -35,6 +37,12 @@ class _Linear(torch.nn.Module):
 def _set_weight_attrs(weight: torch.Tensor, attributes: dict[str, Any]) -> None:
     for name, value in attributes.items():
         setattr(weight, name, value)
+
+
+def load(max_tokens: int) -> ModuleType:
+    """The installed vLLM's module, or else the file that SPARKWRIGHT_VLLM_ENGRAM names; ImportError if neither is."""
+    path = os.environ.get("SPARKWRIGHT_VLLM_ENGRAM")
+    return load_file(Path(path), max_tokens) if path else importlib.import_module(NAME)
 
 
 def load_file(path: Path, max_tokens: int = 8192, cpu_offload: bool = True) -> ModuleType:

@@ -29,8 +29,14 @@ TARGETS = ("90", "121a")
 _REPAIR = f"build it with: python -m {__name__}"
 
 
+class Read(ctypes.Structure):
+    """struct sparkwright_read of gather.cu."""
+
+    _fields_ = [("run", c_void_p), ("job", c_void_p), ("status", c_void_p), ("what", c_char_p)]
+
+
 def find_nvcc() -> Path | None:
-    """The CUDA compiler: $CUDA_HOME's, the one on PATH, or that of the wheels nvidia-cuda-{nvcc,crt,runtime}."""
+    """The CUDA compiler: $CUDA_HOME's, the one on PATH, or that of NVIDIA's wheels."""
     places = [Path(home) / "bin" for home in [os.environ.get("CUDA_HOME")] if home]
     places += [Path(found).parent for found in [shutil.which("nvcc")] if found]
     spec = find_spec("nvidia")
@@ -64,6 +70,10 @@ def load(library: Path = LIBRARY) -> ctypes.CDLL:
         raise EngramError(library, str(reason), "the CUDA library of the gather", _REPAIR) from None
     lib.sparkwright_gather.restype = c_int
     lib.sparkwright_gather.argtypes = [c_void_p, *[c_int64] * 4, c_void_p, c_int, c_int64, c_void_p, c_int, c_void_p]
+    lib.sparkwright_read.restype = c_int
+    lib.sparkwright_read.argtypes = [c_void_p, c_int64, c_void_p, *[c_int64] * 3, ctypes.POINTER(Read), c_void_p]
+    lib.sparkwright_read_now.restype = None
+    lib.sparkwright_read_now.argtypes = [ctypes.POINTER(Read)]
     lib.sparkwright_device_pointer.restype = c_uint64
     lib.sparkwright_device_pointer.argtypes = [c_void_p]
     lib.sparkwright_cuda_error.restype = c_char_p
@@ -79,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         if args.nvcc is None:
-            repair = "install it, or the wheels nvidia-cuda-nvcc, -crt and -runtime"
+            repair = "install it, or the wheels nvidia-cuda-{nvcc,crt,runtime,cccl} and nvidia-nvvm"
             raise EngramError("nvcc", "none", "CUDA's compiler", repair)
         report = build(args.nvcc, args.output, args.target or TARGETS)
     except EngramError as error:

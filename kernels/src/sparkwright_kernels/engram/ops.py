@@ -121,7 +121,7 @@ def _gather_out_cpu(
 def _readable(lib: Any, name: str, tensor: torch.Tensor, device: torch.device) -> int:
     """The address at which `device` reads `tensor`."""
     if tensor.device == device:
-        return tensor.data_ptr()
+        return int(tensor.data_ptr())
     address = int(lib.sparkwright_device_pointer(tensor.data_ptr())) if tensor.device.type == "cpu" else 0
     if not address and tensor.numel():
         found = "pageable host memory" if tensor.device.type == "cpu" else str(tensor.device)

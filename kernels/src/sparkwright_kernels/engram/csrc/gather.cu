@@ -1,14 +1,17 @@
 // Copyright (c) Sparkwright contributors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Gathers packed Engram rows (256 fp8 e4m3fn codes, then 8 e8m0 exponents, 264 bytes) and dequantizes them to bf16.
-// Plain C ABI: pointers and a stream, so that no framework's ABI is involved.
+// Gathers packed Engram rows (256 fp8 e4m3fn codes, then 8 e8m0 exponents, 264 bytes) and dequantizes them to bf16; and
+// enqueues the read of such rows on a stream. Plain C ABI: pointers and a stream, so no framework's ABI is involved.
 
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -135,6 +138,36 @@ EXPORT int sparkwright_gather(const void* rows, int64_t count, int64_t group, in
   if (group == 1) return launch(Dense{base, group_stride}, count, index, index_bytes, n, out, max_blocks, stream);
   const Paged paged{base, group_stride, static_cast<uint32_t>(group), row_stride};
   return launch(paged, count, index, index_bytes, n, out, max_blocks, stream);
+}
+
+// A batch of rows to read: run(job) fills the job's buffer, *status is then 0 or an errno. Must outlive every stream and
+// graph that it was enqueued on.
+struct sparkwright_read {
+  void (*run)(void*);
+  void* job;
+  const int32_t* status;
+  const char* what;  // for the message, should it fail
+};
+
+// A host function: reads, and ends the process if that fails. Nobody could be told in time: the rows' consumers are
+// enqueued already, perhaps in a graph that no host code watches, and tokens would be sampled from them.
+EXPORT void sparkwright_read_now(void* data) {
+  const auto* read = static_cast<const sparkwright_read*>(data);
+  read->run(read->job);
+  if (*read->status == 0) return;
+  std::fprintf(stderr, "%s: found %s, needed its rows; the engine ends, since rows are missing\n", read->what,
+               std::strerror(*read->status));
+  std::abort();
+}
+
+// Enqueues on stream: ids (height rows of width bytes, so many bytes apart) from the device to pinned memory, then the
+// read of their rows. Returns a cudaError_t. May be captured in a graph.
+EXPORT int sparkwright_read(void* ids, int64_t ids_pitch, const void* source, int64_t source_pitch, int64_t width,
+                            int64_t height, sparkwright_read* read, void* stream) {
+  auto* on = static_cast<cudaStream_t>(stream);
+  const cudaError_t error =
+      cudaMemcpy2DAsync(ids, ids_pitch, source, source_pitch, width, height, cudaMemcpyDeviceToHost, on);
+  return error != cudaSuccess ? error : cudaLaunchHostFunc(on, sparkwright_read_now, read);
 }
 
 // The device's address of the device or pinned host memory at pointer; 0 if the device cannot read it.
