@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import torch
 from sparkwright_kernels.engram import native
 from sparkwright_kernels.engram.errors import EngramError
 from sparkwright_kernels.engram.formats import FORMATS, PAGE, EngramFile, directory_name, planned
+from sparkwright_kernels.engram.gather_native import Read
 from sparkwright_kernels.engram.layout import EngramLayout
 from sparkwright_kernels.engram.ops import DTYPES, PackedRows, gather
 from upstream import load
@@ -225,6 +227,15 @@ def test_what_the_hook_cannot_serve_is_refused(
         make()
 
 
+def test_a_vllm_that_splits_tables_otherwise_is_refused(
+    make: Any, rank: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank(0, 2)
+    monkeypatch.setattr(upstream.ParallelEngramEmbedding, "_get_shard_info", lambda _: (3, 0))
+    with pytest.raises(EngramError, match="as this vLLM splits tables"):
+        make()
+
+
 def test_a_file_cut_short_while_open_is_an_error_on_cpu(
     make: Any, layout: EngramLayout, directory: Path, tmp_path: Path
 ) -> None:
@@ -426,6 +437,25 @@ def test_lookups_only_enqueue(layers: list[Any], layout: EngramLayout) -> None:
     assert not torch.cuda.current_stream().query()
     torch.cuda.synchronize()
     assert all(layer.embed_tokens.reader.stats.batches == 1 for layer in layers)
+
+
+@NEEDS_GPU
+def test_layer_14s_reads_keep_nobody_waiting(layers: list[Any], layout: EngramLayout) -> None:
+    ids = device_ids(layout, 4, 0)
+    first, later = layers
+    later.prepare_embeddings(ids[:, 1])
+    torch.cuda.synchronize()
+    # a read of half a second: usleep(job), and a status of 0
+    usleep, fine = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p), ctypes.c_int32(0)
+    later.embed_tokens._reads[4] = (Read(usleep, 500_000, ctypes.addressof(fine), b"slow"),)
+    for index, layer in enumerate(layers):
+        layer.prepare_embeddings(ids[:, index])
+    first.embed(ids[:, 0])
+    torch.cuda.current_stream().synchronize()
+    assert first._prefetch_done.query() and not later._prefetch_done.query()
+    later.embed(ids[:, 1])
+    torch.cuda.current_stream().synchronize()
+    assert later._prefetch_done.query()
 
 
 @NEEDS_GPU
