@@ -109,7 +109,7 @@ def save_planes(path: Path, tensors: dict[str, np.ndarray[Any, Any]], dtypes: di
             stream.write(tensor.tobytes())
 
 
-def reference_bytes(file: EngramFile, rows: np.ndarray[Any, Any]) -> bytes:
+def reference_bytes(file: EngramFile, rows: np.ndarray[Any, Any], chunk_pages: int = 2048) -> bytes:
     """A whole file as the specification says it, from this rank's rows `[n, row_bytes]`: NumPy only."""
     if file.format == "dsv41en1":
         return file.header() + rows.tobytes()
@@ -119,7 +119,7 @@ def reference_bytes(file: EngramFile, rows: np.ndarray[Any, Any]) -> bytes:
     padded[: len(rows)] = rows
     pages[:, : per_page * file.row_bytes] = padded.reshape(len(pages), -1)
     payload = pages.tobytes()
-    chunk = 2048 * 4096
+    chunk = chunk_pages * 4096
     sums = [xxh64(payload[at : at + chunk]) for at in range(0, len(payload), chunk)]
     table = b"".join(value.to_bytes(8, "little") for value in sums)
     header = replace(file, table_digest=hashlib.sha256(table).digest()).header()
