@@ -134,7 +134,7 @@ def test_precedence_and_sources(tmp_path: Path) -> None:
         "--b 12 [recipe lab nodes.2]",
         "--c 13 [inventory spark_recipe_overrides]",
         "--d 14 [extra vars spark_recipe_set]",
-        "--port 9000 [engine vllm head]",
+        "--port 9000 [engine vllm]",
         "env X=1 [inventory spark_recipe_overrides]",
         "left out on purpose: --gone [inventory spark_recipe_overrides]",
         "left out on purpose: NCCL_IB_GID_INDEX [fabric rdma]",
