@@ -35,16 +35,16 @@ from sparkwright_kernels.engram.ops import DTYPES, PackedRows, gather_into
 from sparkwright_kernels.engram.reader import EngramReader
 
 CONFIG_KEY = "sparkwright_engram"
-"""Key of vLLM's `--additional-config` under which EngramFiles is described: `{"directory": ..., "format": ...}`."""
+"""Key of vLLM's `--additional-config` under which EngramFiles is described: `{"data_dir": ..., "format": ...}`."""
 
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM configures loggers below its own name only
 
 
 @dataclass(frozen=True)
 class EngramFiles:
-    """Where a model's packed tables are: `directory` holds one directory for each format, rule and size."""
+    """Where a model's packed tables are: where `sparkwright-engram pack --data-dir` put them."""
 
-    directory: Path
+    data_dir: Path
     layout: EngramLayout
     format: Format = "pages"
 
@@ -54,12 +54,13 @@ class EngramFiles:
         asked = additional.get(CONFIG_KEY) if isinstance(additional, Mapping) else None
         if asked is None:
             return None
-        if not isinstance(asked, Mapping) or not {"directory"} <= asked.keys() <= {"directory", "format"}:
-            raise EngramError(CONFIG_KEY, repr(asked), "an object with directory and, perhaps, format")
+        known = isinstance(asked, Mapping) and asked.keys() <= {"data_dir", "format"}
+        if not known or not isinstance(asked.get("data_dir"), str):
+            raise EngramError(CONFIG_KEY, repr(asked), "an object with data_dir (text) and, perhaps, format")
         chosen = asked.get("format", "pages")
         if chosen not in FORMATS:
             raise EngramError(f"{CONFIG_KEY}.format", repr(chosen), f"one of {', '.join(FORMATS)}")
-        return cls(Path(asked["directory"]), EngramLayout.from_config(model_config), chosen)
+        return cls(Path(asked["data_dir"]), EngramLayout.from_config(model_config), chosen)
 
     def open(self, head_sizes: tuple[int, ...], rank: int, ranks: int, cache_bytes: int) -> EngramReader:
         """The reader of a rank's file of the table whose columns have these sizes (no two tables' are the same)."""
@@ -68,7 +69,7 @@ class EngramFiles:
             needed = " or ".join(f"layer {layer}'s {sizes[0]}, .." for layer, sizes in self.layout.primes.items())
             raise EngramError("Engram table", f"columns of {head_sizes[0]}, .. rows", needed)
         expected = planned(self.layout, self.format, layer, "heads", rank, ranks)
-        path = self.directory / directory_name(self.format, "heads", ranks) / expected.name
+        path = self.data_dir / "engram" / directory_name(self.format, "heads", ranks) / expected.name
         return EngramReader(path, expected, cache_bytes=cache_bytes)
 
 
@@ -135,9 +136,8 @@ class FileEngramEmbedding(upstream.ParallelEngramEmbedding):
         else:
             ids[:, : mine.shape[1]] = mine
             self.reader.read(ids.numpy(), rows.numpy())
-        gather_into(
-            out.view(-1, self.dim), PackedRows(rows, *DTYPES), max_blocks=self._num_sms // 2 if background else 0
-        )
+        max_blocks = self._num_sms // 2 if background else 0
+        gather_into(out.view(-1, self.dim), PackedRows(rows, *DTYPES), max_blocks=max_blocks)
         self._start_background(indices)
 
     def _enqueue_read(self, mine: torch.Tensor, ids: torch.Tensor) -> None:
@@ -175,8 +175,8 @@ class FileEngramEmbedding(upstream.ParallelEngramEmbedding):
                 done.synchronize()
             try:
                 task()
-            except EngramError as error:  # the lookup itself meets it again, and says so where it counts
-                _log.warning("Engram read-ahead: %s", error)
+            except Exception:  # costs time only: the lookup reads again what is missing, and fails where it counts
+                _log.warning("Engram read-ahead failed", exc_info=True)
 
         self._running = self._background.submit(work)
 
@@ -205,7 +205,9 @@ class ReadAhead:
     ) -> None:
         self._tables = tables
         self._layout = replace(layout, pad_token_id=pad_id)
-        self._token_map = np.append(token_map.astype(np.int64), -1)  # ids past the vocabulary are in no n-gram
+        self._token_map = np.append(
+            token_map.astype(np.int32), np.int32(-1)
+        )  # ids past the vocabulary are in no n-gram
         self._prompts: dict[int, np.ndarray[Any, Any]] = {}
         self._scratch = np.empty(0, np.uint8)
 
