@@ -18,7 +18,7 @@
 namespace {
 
 constexpr int kDim = 256;
-constexpr int kCodesPerLane = kDim / 32;         // 8 bytes: rows are 264 bytes apart, so no wider load stays aligned
+constexpr int kCodesPerLane = kDim / 32;  // 8 bytes: rows are 264 bytes apart, so no wider load stays aligned
 constexpr int kLanesPerExponent = 32 / kCodesPerLane;
 constexpr int kWarps = 8;
 constexpr unsigned kNanCodes = 0x7f7f7f7f;
@@ -173,8 +173,11 @@ EXPORT int sparkwright_read(void* ids, int64_t ids_pitch, const void* source, in
 // The device's address of the device or pinned host memory at pointer; 0 if the device cannot read it.
 EXPORT uint64_t sparkwright_device_pointer(const void* pointer) {
   cudaPointerAttributes found;
-  if (cudaPointerGetAttributes(&found, pointer) != cudaSuccess || found.type == cudaMemoryTypeUnregistered) return 0;
-  return reinterpret_cast<uint64_t>(found.devicePointer);
+  if (cudaPointerGetAttributes(&found, pointer) != cudaSuccess) {
+    cudaGetLastError();  // or the next launch would report it
+    return 0;
+  }
+  return found.type == cudaMemoryTypeUnregistered ? 0 : reinterpret_cast<uint64_t>(found.devicePointer);
 }
 
 EXPORT const char* sparkwright_cuda_error(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
