@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import posixpath
 import re
 from dataclasses import asdict, dataclass, field
 from typing import Any, Collection, Dict, List, Mapping, Optional, Sequence, Tuple
@@ -133,7 +134,11 @@ class Rank:
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole cluster: read by preflight, templates, launch, status and the plan verb."""
+    """The whole cluster: read by preflight, templates, launch, status and the plan verb.
+
+    `files` are mounted into every container: `source` on the controller, `path` on the node, which names the content,
+    and `target` in the container.
+    """
 
     cluster: str
     recipe: str
@@ -153,6 +158,7 @@ class Plan:
     rendezvous_port: int
     health_path: str
     data_dir: str
+    files: List[Dict[str, str]]
     ranks: List[Rank]
     sources: Dict[str, str] = field(default_factory=dict)
 
@@ -456,7 +462,8 @@ def resolve(
 ) -> Tuple[Optional[Plan], List[str]]:
     """One plan, or every problem at once.
 
-    `hosts` maps inventory hosts in rank order to their `spark_*` variables; `engine` is the data file of the engine;
+    `hosts` maps inventory hosts in rank order to their `spark_*` variables; `engine` is the data file of the engine,
+    with `files` as a list of source, digest and target;
     `image` tells name and build of the image (keys of images.lock.yml plus `name`); `fabric` is the data file of what
     the cabling asks for; `catalog` that of all weights by id; `extra_vars` names the variables that were given with
     -e, for the sources.
@@ -500,6 +507,14 @@ def resolve(
     weights, found = _weights(recipe, catalog, cluster)
     engram, wrong = _engram(recipe, weights, f"{data_dir}/engram/{recipe['id']}-tp{world_size}")
     found += wrong
+    files = [
+        {
+            "source": entry["source"],
+            "path": f"{data_dir}/files/{entry['digest'][:12]}/{posixpath.basename(entry['target'])}",
+            "target": entry["target"],
+        }
+        for entry in engine.get("files", [])
+    ]
     addresses = {host: str(values["spark_fabric_address"]) for host, values in per_host.items()}
     head_address = next(iter(addresses.values()))
     ranks = []
@@ -526,6 +541,7 @@ def resolve(
         mounts = [{"source": entry.slim or entry.path, "target": entry.mount, "read_only": True} for entry in weights]
         if engram:
             mounts.append({"source": engram.path, "target": engram.mount, "read_only": True})
+        mounts += [{"source": entry["path"], "target": entry["target"], "read_only": True} for entry in files]
         for target, name in container.get("caches", {}).items():
             source = f"{data_dir}/cache/{recipe['id']}/{name}"
             mounts.append({"source": source, "target": target, "read_only": False})
@@ -573,6 +589,7 @@ def resolve(
         rendezvous_port=int(cluster["spark_rendezvous_port"]),
         health_path=engine["health_path"],
         data_dir=data_dir,
+        files=files,
         ranks=ranks,
         sources=sources,
     )

@@ -97,7 +97,7 @@ def recipes(directory: Path, data: dict[str, Any]) -> str:
     """A directory of recipes with one recipe, `lab`, and the project's engines."""
     (directory / "recipes").mkdir(parents=True)
     (directory / "recipes/lab.yml").write_text(yaml.safe_dump(data, sort_keys=False))
-    for name in ("engines", "fabric.yml", "weights.yml"):
+    for name in ("engines", "mounted", "fabric.yml", "weights.yml"):
         (directory / name).symlink_to(RECIPES / name)
     return f"recipe_directory={directory}"
 
@@ -173,7 +173,6 @@ def project(tmp_path: Path) -> tuple[Path, Path]:
     files = {
         "images/images.lock.yml": "images: {x: {context: e, base: b, requirements: r.txt}}\n",
         "images/e/Dockerfile": "FROM b\n",
-        "images/e/entrypoint": "#!/bin/sh\n",
         "images/e/r.txt": "a==1\n",
         "kernels/pyproject.toml": "[project]\n",
         "kernels/setup.py": "setup()\n",
@@ -195,7 +194,6 @@ def project(tmp_path: Path) -> tuple[Path, Path]:
     [
         ("images/images.lock.yml", True),
         ("images/e/Dockerfile", True),
-        ("images/e/entrypoint", True),
         ("images/e/r.txt", True),
         ("kernels/pyproject.toml", True),
         ("kernels/setup.py", True),

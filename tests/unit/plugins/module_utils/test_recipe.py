@@ -19,6 +19,7 @@ from ansible_collections.sparkwright.dsv41.plugins.module_utils.cabling import T
 FILES = Path(__file__).parents[4] / "roles/recipe/files"
 LAB = yaml.safe_load((FILES / "recipes/lab.yml").read_text())
 ENGINE = yaml.safe_load((FILES / "engines/vllm.yml").read_text())
+ENGINE["files"] = [{"source": "/c/gate.py", "digest": "0123456789abcdef", "target": "/opt/gate.py"}]
 FABRIC_DATA = yaml.safe_load((FILES / "fabric.yml").read_text())
 CATALOG = yaml.safe_load((FILES / "weights.yml").read_text())
 IMAGE = {"name": "sparkwright/x:0123456789ab", "base_archive": "/a", "wheelhouse": "/w"}
@@ -264,7 +265,7 @@ def test_one_listener_and_no_port_on_workers() -> None:
     assert "--headless" not in head["argv"]
     assert "--headless" in worker["argv"]
     assert not {"--host", "--port"} & set(worker["argv"])
-    assert [mount["target"] for mount in worker["mounts"]] == ["/model"], "the key is on the head only"
+    assert [mount["target"] for mount in worker["mounts"]] == ["/model", "/opt/gate.py"], "the key is on the head only"
     assert all(mount["read_only"] for rank in (head, worker) for mount in rank["mounts"])
 
 
@@ -642,4 +643,12 @@ def test_settings_fill_placeholders_of_their_name() -> None:
 def test_caches_are_writable_and_of_the_recipe() -> None:
     plan = plan_of(put(LAB, ("container", "caches"), {"/root/.cache/vllm": "vllm"}))
     mount = {"source": "/var/lib/sparkwright/cache/lab/vllm", "target": "/root/.cache/vllm", "read_only": False}
+    assert all(mount in rank["mounts"] for rank in plan["ranks"])
+
+
+def test_mounted_files_are_named_by_their_content() -> None:
+    plan = plan_of()
+    path = "/var/lib/sparkwright/files/0123456789ab/gate.py"
+    assert plan["files"] == [{"source": "/c/gate.py", "path": path, "target": "/opt/gate.py"}]
+    mount = {"source": path, "target": "/opt/gate.py", "read_only": True}
     assert all(mount in rank["mounts"] for rank in plan["ranks"])

@@ -255,8 +255,12 @@ class Ring {
         reads_[slot] = next++;
         free.pop_back();
       }
-      if (free.size() == depth_) return;  // nothing in flight, and nothing left to begin
-      const int rc = io_uring_submit_and_wait(&ring_, 1);
+      const size_t flying = depth_ - free.size();
+      if (!flying) return;  // and nothing is left to begin
+      // While there is more to begin, a few at a time: the queue stays deep. At the end all of them, with one call.
+      const bool more = next < batch.reads.size() && !batch.failure.status;
+      const size_t wait = more ? std::min<size_t>(flying, std::max(1u, depth_ / 16)) : flying;
+      const int rc = io_uring_submit_and_wait(&ring_, unsigned(wait));
       if (rc < 0 && rc != -EINTR && rc != -EAGAIN && rc != -EBUSY) {
         // What is in flight still writes to the buffers: only the ring's end stops it.
         batch.failure = {-rc, 0, 0, 0};
