@@ -56,7 +56,7 @@ def main() -> int:
     }  # fmt: skip
     theirs = upstream.EngramLayout(SimpleNamespace(**config))
     config["engram_num_embeddings"] = theirs.num_embeddings = [sum(map(sum, theirs.primes[0]))]
-    files = EngramFiles.from_config({"sparkwright_engram": {"data_dir": str(args.directory)}}, config)
+    files = EngramFiles.from_config({"sparkwright_engram": {"directory": str(args.directory)}}, config)
     assert files
     file = planned(files.layout, "pages", 1, "heads", 0, 1)
     rng = np.random.default_rng(0)
@@ -69,7 +69,7 @@ def main() -> int:
     pages[:whole, :used] = rows[: whole * file.rows_per_page].reshape(whole, used)
     rest = rows[whole * file.rows_per_page :]
     pages[whole:, : rest.size] = rest.reshape(1, -1)
-    path = args.directory / "engram" / directory_name("pages", "heads", 1) / file.name
+    path = args.directory / directory_name("pages", "heads", 1) / file.name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data.tobytes())
 

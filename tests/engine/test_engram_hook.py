@@ -98,7 +98,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory, layout: EngramLayout, ta
             for layer in layout.layer_ids:
                 for rank in range(ranks):
                     file = planned(layout, format, layer, "heads", rank, ranks)
-                    write(root / "engram" / directory_name(format, "heads", ranks) / file.name, file, tables[layer])
+                    write(root / directory_name(format, "heads", ranks) / file.name, file, tables[layer])
     return root
 
 
@@ -134,7 +134,7 @@ def make(rank: Any, hook: Any, upstream: Any, config: dict[str, Any], directory:
     """Makes vLLM's table of a layer, as its Engram layer makes it, from files."""
 
     def make(index: int = 0, format: str = "pages", root: Path = directory) -> Any:
-        asked = {"sparkwright_engram": {"data_dir": str(root), "format": format}}
+        asked = {"sparkwright_engram": {"directory": str(root), "format": format}}
         with hook.file_backed(hook.EngramFiles.from_config(asked, config)):
             layout = upstream.EngramLayout(SimpleNamespace(**config))
             return upstream.Engram._create_embedding(None, layout, index)
@@ -196,16 +196,16 @@ def test_the_name_is_restored_whatever_happens(
 
 def test_a_file_of_another_rank_is_refused(make: Any, rank: Any, directory: Path, tmp_path: Path) -> None:
     rank(0, 2)
-    place = tmp_path / "engram/pages-heads-tp2"
-    place.mkdir(parents=True)
-    (place / "engram-l1-r0of2.bin").symlink_to(directory / "engram/pages-heads-tp2/engram-l1-r1of2.bin")
+    place = tmp_path / "pages-heads-tp2"
+    place.mkdir()
+    (place / "engram-l1-r0of2.bin").symlink_to(directory / "pages-heads-tp2/engram-l1-r1of2.bin")
     with pytest.raises(EngramError, match="found rank 1, needed 0"):
         make(root=tmp_path)
 
 
 @pytest.mark.parametrize(
     "asked",
-    [7, {}, {"data_dir": 7}, {"data_dir": "/x", "frmat": "pages"}, {"data_dir": "/x", "format": "zip"}],
+    [7, {}, {"directory": 7}, {"directory": "/x", "frmat": "pages"}, {"directory": "/x", "format": "zip"}],
 )
 def test_nonsense_in_the_configuration_is_refused(hook: Any, config: dict[str, Any], asked: object) -> None:
     with pytest.raises(EngramError, match="sparkwright_engram"):
@@ -242,9 +242,9 @@ def test_a_vllm_that_splits_tables_otherwise_is_refused(
 def test_a_file_cut_short_while_open_is_an_error_on_cpu(
     make: Any, layout: EngramLayout, directory: Path, tmp_path: Path
 ) -> None:
-    place = tmp_path / "engram/pages-heads-tp1"
-    place.mkdir(parents=True)
-    whole = directory / "engram/pages-heads-tp1/engram-l1-r0of1.bin"
+    place = tmp_path / "pages-heads-tp1"
+    place.mkdir()
+    whole = directory / "pages-heads-tp1/engram-l1-r0of1.bin"
     (place / whole.name).write_bytes(whole.read_bytes())
     table = make(root=tmp_path)
     os.truncate(place / whole.name, 8192)
@@ -352,7 +352,7 @@ def test_the_model_is_made_with_files_where_they_are_configured(
 ) -> None:
     original, seen = upstream.ParallelEngramEmbedding, []
     monkeypatch.setattr(model.Upstream, "__init__", lambda *_, **__: seen.append(upstream.ParallelEngramEmbedding))
-    additional = {"sparkwright_engram": {"data_dir": str(directory)}} if asked else {}
+    additional = {"sparkwright_engram": {"directory": str(directory)}} if asked else {}
     hf_config = SimpleNamespace(to_dict=lambda: {"model_type": "deepseek_v41", "text_config": config})
     vllm_config = SimpleNamespace(model_config=SimpleNamespace(hf_config=hf_config), additional_config=additional)
     made = model.DeepseekV41ForCausalLM.__new__(model.DeepseekV41ForCausalLM)
@@ -406,7 +406,7 @@ def layers(
     """vLLM's Engram layers 1 and 14 on one prefetch stream, with file-backed tables."""
     shape = SimpleNamespace(hidden_size=64, hc_mult=4, rms_norm_eps=1e-6)
     stream = torch.cuda.Stream()
-    asked = {"sparkwright_engram": {"data_dir": str(directory)}}
+    asked = {"sparkwright_engram": {"directory": str(directory)}}
     with hook.file_backed(hook.EngramFiles.from_config(asked, config)), torch.device("cuda"):
         theirs = upstream.EngramLayout(SimpleNamespace(**config))
         yield [upstream.Engram(shape, None, theirs, index, False, "engram", stream) for index in range(2)]
@@ -525,9 +525,9 @@ def test_engine_and_layout_hash_alike(upstream: Any, layout: EngramLayout, confi
 
 @NEEDS_GPU
 def test_a_row_that_cannot_be_read_ends_the_process(directory: Path, tmp_path: Path) -> None:
-    place = tmp_path / "engram/pages-heads-tp1"
-    place.mkdir(parents=True)
-    for file in (directory / "engram" / place.name).iterdir():
+    place = tmp_path / "pages-heads-tp1"
+    place.mkdir()
+    for file in (directory / place.name).iterdir():
         (place / file.name).write_bytes(file.read_bytes())
     here = Path(__file__)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-s", f"{here}::test_child_of_the_above"]

@@ -35,16 +35,16 @@ from sparkwright_kernels.engram.ops import DTYPES, PackedRows, gather_into
 from sparkwright_kernels.engram.reader import EngramReader
 
 CONFIG_KEY = "sparkwright_engram"
-"""Key of vLLM's `--additional-config` under which EngramFiles is described: `{"data_dir": ..., "format": ...}`."""
+"""Key of vLLM's `--additional-config` under which EngramFiles is described: `{"directory": ..., "format": ...}`."""
 
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM configures loggers below its own name only
 
 
 @dataclass(frozen=True)
 class EngramFiles:
-    """Where a model's packed tables are: where `sparkwright-engram pack --data-dir` put them."""
+    """Where a model's packed tables are: where `sparkwright-engram pack --directory` put them."""
 
-    data_dir: Path
+    directory: Path
     layout: EngramLayout
     format: Format = "pages"
 
@@ -54,13 +54,13 @@ class EngramFiles:
         asked = additional.get(CONFIG_KEY) if isinstance(additional, Mapping) else None
         if asked is None:
             return None
-        known = isinstance(asked, Mapping) and asked.keys() <= {"data_dir", "format"}
-        if not known or not isinstance(asked.get("data_dir"), str):
-            raise EngramError(CONFIG_KEY, repr(asked), "an object with data_dir (text) and, perhaps, format")
+        known = isinstance(asked, Mapping) and asked.keys() <= {"directory", "format"}
+        if not known or not isinstance(asked.get("directory"), str):
+            raise EngramError(CONFIG_KEY, repr(asked), "an object with directory (text) and, perhaps, format")
         chosen = asked.get("format", "pages")
         if chosen not in FORMATS:
             raise EngramError(f"{CONFIG_KEY}.format", repr(chosen), f"one of {', '.join(FORMATS)}")
-        return cls(Path(asked["data_dir"]), EngramLayout.from_config(model_config), chosen)
+        return cls(Path(asked["directory"]), EngramLayout.from_config(model_config), chosen)
 
     def open(self, head_sizes: tuple[int, ...], rank: int, ranks: int, cache_bytes: int) -> EngramReader:
         """The reader of a rank's file of the table whose columns have these sizes (no two tables' are the same)."""
@@ -69,7 +69,7 @@ class EngramFiles:
             needed = " or ".join(f"layer {layer}'s {sizes[0]}, .." for layer, sizes in self.layout.primes.items())
             raise EngramError("Engram table", f"columns of {head_sizes[0]}, .. rows", needed)
         expected = planned(self.layout, self.format, layer, "heads", rank, ranks)
-        path = self.data_dir / "engram" / directory_name(self.format, "heads", ranks) / expected.name
+        path = self.directory / directory_name(self.format, "heads", ranks) / expected.name
         return EngramReader(path, expected, cache_bytes=cache_bytes)
 
 
