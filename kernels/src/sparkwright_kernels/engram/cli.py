@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument(
             "--model", type=Path, required=True, help="directory with config.json and the tables' shards"
         )
-        added.add_argument("--data-dir", type=Path, required=True, help="files go to engram/FORMAT-RULE-tpN below it")
+        added.add_argument("--directory", type=Path, required=True, help="files go to FORMAT-RULE-tpN below it")
         added.add_argument("--format", choices=FORMATS, default="pages")
         added.add_argument(
             "--rule", choices=RULES, default="heads", help="how the engine shares rows out (default heads)"
@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _files(args: argparse.Namespace, layout: EngramLayout) -> dict[Path, EngramFile]:
     revision = source_revision(args.model) if args.revision is None else args.revision
-    directory = args.data_dir / "engram" / directory_name(args.format, args.rule, args.tp)
+    directory = args.directory / directory_name(args.format, args.rule, args.tp)
     ranks = range(args.tp) if args.rank is None else [args.rank]
     layers = args.layer or layout.layer_ids
     files = [planned(layout, args.format, layer, args.rule, r, args.tp, revision) for r in ranks for layer in layers]
@@ -148,7 +148,7 @@ def _plan(args: argparse.Namespace, output: _Output) -> int:
                 errors += error.errors if isinstance(error, EngramErrors) else [error]
                 state = "wrong"
         listed.append({**_described(path, file), "state": state})
-    there = next(each for each in (args.data_dir, *args.data_dir.absolute().parents) if each.exists())
+    there = next(each for each in (args.directory, *args.directory.absolute().parents) if each.exists())
     file_system = os.statvfs(there)
     need = sum(each["file_bytes"] for each in listed if each["state"] == "missing")
     free = file_system.f_bavail * file_system.f_frsize
