@@ -11,7 +11,9 @@ import json
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -21,7 +23,9 @@ from ansible_collections.sparkwright.dsv41.plugins.module_utils.weights import (
     Receipt,
     ReceiptError,
     explain_status,
+    file_digest,
     is_full,
+    leave_memory,
     parse_receipt,
     read_receipt,
 )
@@ -30,6 +34,8 @@ from ansible_collections.sparkwright.dsv41.plugins.module_utils.weights import (
 LIST_TIMEOUT = 30
 # Seconds without a byte after which a copy from another node is given up.
 _STALL_S = 120
+# Seconds that another node's server gets to end.
+_END_S = 10
 # Below the destination: nothing in it is a file of the repository.
 SCRATCH = os.path.join(".cache", "sparkwright")
 
@@ -46,8 +52,8 @@ class Source(Protocol):
     def probe(self, path: str) -> None:
         """Find out whether files may be had at all, before each is tried."""
 
-    def fetch(self, path: str) -> None:
-        """Bring one file to its place, which is empty."""
+    def fetch(self, entry: FileEntry) -> str | None:
+        """Bring one file to its place, which is empty. The digest of its bytes, where they were read on the way."""
 
     def close(self) -> None:
         """End what the source started, remove what it needed."""
@@ -144,8 +150,8 @@ class HubSource:
         except Exception as error:
             raise self._trouble(error, path) from error
 
-    def fetch(self, path: str) -> None:
-        self._download(path, self.dest)
+    def fetch(self, entry: FileEntry) -> None:
+        self._download(entry.path, self.dest)
 
     def read(self, path: str) -> bytes:
         folder = os.path.join(self.scratch, "files")
@@ -277,11 +283,13 @@ class DirectorySource:
         if os.path.realpath(self.path) == os.path.realpath(self.dest):
             raise Trouble("source_dir is dest itself.", stop=True)
 
-    def fetch(self, path: str) -> None:
-        part = _begun(self.dest, path)
+    def fetch(self, entry: FileEntry) -> None:
+        part = _begun(self.dest, entry.path)
+        source = os.path.join(self.path, entry.path)
         try:
-            shutil.copyfile(os.path.join(self.path, path), part)
-            _put(part, self.dest, path)
+            shutil.copyfile(source, part)
+            leave_memory(source)
+            _put(part, self.dest, entry.path)
         except OSError as error:
             with suppress(OSError):
                 remove(part)
@@ -302,14 +310,18 @@ class PeerSource:
     """
 
     def __init__(
-        self, ssh: Sequence[str], name: str, dest: str, repo: str, revision: str, include: Sequence[str]
+        self, ssh: Sequence[str], name: str, fetches: bool, dest: str, repo: str, revision: str, include: Sequence[str]
     ) -> None:
-        self.ssh, self.name, self.dest = list(ssh), name, dest
+        """``fetches``: files will be asked for, not just what there is."""
+        self.ssh, self.name, self.fetches, self.dest = list(ssh), name, fetches, dest
         self.wanted = (repo, revision, include)
         self.server: subprocess.Popen[bytes] | None = None
         self.url, self.password = "", ""
 
     def files(self) -> tuple[FileEntry, ...]:
+        if self.fetches:
+            # Meanwhile: each login takes its time.
+            self._start()
         result = subprocess.run([*self.ssh, f"receipt {self.name}"], capture_output=True, check=False, text=True)
         if result.returncode != 0:
             raise Trouble(
@@ -326,27 +338,41 @@ class PeerSource:
     def read(self, path: str) -> bytes:
         raise Trouble(f"{path} is joined already where it comes from", stop=True)
 
+    def _start(self) -> subprocess.Popen[bytes]:
+        if self.server is None:
+            pipe = subprocess.PIPE
+            self.server = subprocess.Popen([*self.ssh, f"weights {self.name}"], stdin=pipe, stdout=pipe, stderr=pipe)
+        return self.server
+
     def probe(self, path: str) -> None:
-        self.server = subprocess.Popen(
-            [*self.ssh, f"weights {self.name}"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        assert self.server.stdout is not None and self.server.stderr is not None
-        answer = self.server.stdout.readline().decode(errors="replace").split()
+        if self.url:
+            return
+        server = self._start()
+        assert server.stdout is not None and server.stderr is not None
+        answer = server.stdout.readline().decode(errors="replace").split()
         if len(answer) != 3:
-            said = _last(self.server.stderr.read().decode(errors="replace"))
+            said = _last(server.stderr.read().decode(errors="replace"))
             raise Trouble(f"The head does not serve {self.name}: {said}", stop=True)
         address, port, self.password = answer
         self.url = f"rsync://sparkwright@{address}:{port}/weights"
 
-    def fetch(self, path: str) -> None:
-        part = _begun(self.dest, path)
-        # Appending goes on where a broken transfer ended, even one that was killed; the digest proves the result.
-        argv = ["rsync", "--times", "--inplace", "--append", f"--timeout={_STALL_S}", f"{self.url}/{path}", part]
+    def fetch(self, entry: FileEntry) -> str | None:
+        part = _begun(self.dest, entry.path)
+        with open(part, "ab") as stream:
+            begun = stream.tell() > 0
+        # Appending goes on where a broken transfer ended, even one that was killed. Without one a file is written once,
+        # front to back, so that it can be hashed as it grows; rsync's own checksum would prove nothing more.
+        how = ["--append"] if begun else ["--whole-file", "--checksum-choice=none"]
+        argv = ["rsync", "--times", "--inplace", *how, f"--timeout={_STALL_S}", f"{self.url}/{entry.path}", part]
         env = {**os.environ, "RSYNC_PASSWORD": self.password}
-        result = subprocess.run(argv, capture_output=True, check=False, text=True, env=env)
+        whole = threading.Event()
+        with ThreadPoolExecutor(1) as pool:
+            kind = entry.digest.split(":")[0]
+            reading = None if begun else pool.submit(file_digest, part, kind, entry.size, whole=whole)
+            try:
+                result = subprocess.run(argv, capture_output=True, check=False, text=True, env=env)
+            finally:
+                whole.set()
         if result.returncode != 0:
             said = f"rsync from the head failed (exit code {result.returncode})"
             # 11: error in file input or output, which is how rsync says that the disk is full.
@@ -354,7 +380,8 @@ class PeerSource:
                 raise NoRoom(said)
             raise Trouble(f"{said}: {_last(result.stderr)}", stop=False)
         try:
-            _put(part, self.dest, path)
+            _put(part, self.dest, entry.path)
+            return reading.result() if reading else None
         except OSError as error:
             if is_full(error):
                 raise NoRoom(str(error)) from error
@@ -363,8 +390,12 @@ class PeerSource:
     def close(self) -> None:
         if self.server is None:
             return
-        self.server.terminate()
-        self.server.communicate()
+        try:
+            # It ends by itself, and cleans up, once its input has ended.
+            self.server.communicate(timeout=_END_S)
+        except subprocess.TimeoutExpired:
+            self.server.terminate()
+            self.server.communicate()
 
 
 def _last(text: str) -> str:
