@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Protocol
@@ -32,6 +34,9 @@ from ansible_collections.sparkwright.dsv41.plugins.module_utils.weights import (
 
 # Seconds for the one answer that lists the files; file transfers have the client's own limits.
 LIST_TIMEOUT = 30
+# Answers that pass, and the seconds before each new try, unless the hub says how many: as the client has it for files.
+_PASSING = (429, 500, 502, 503, 504)
+_AGAIN_S = (1, 2, 4, 8, 8)
 # Seconds without a byte after which a copy from another node is given up.
 _STALL_S = 120
 # Seconds that another node's server gets to end.
@@ -85,14 +90,22 @@ class WebPage(Exception):
 class HubSource:
     """The few calls to huggingface_hub, with its many exceptions turned into Trouble.
 
-    ``scratch`` is a private directory for all that the client would otherwise keep in the user's home.
+    ``scratch`` is a private directory for all that the client would otherwise keep in the user's home. ``tell`` is told
+    what is being done, or waited for, before files come.
     """
 
     def __init__(
-        self, repo: str, revision: str, dest: str, endpoint: str | None, token: str | None, scratch: str
+        self,
+        repo: str,
+        revision: str,
+        dest: str,
+        endpoint: str | None,
+        token: str | None,
+        scratch: str,
+        tell: Callable[[str], None],
     ) -> None:
         self.repo, self.revision, self.dest, self.scratch = repo, revision, dest, scratch
-        self.token = token
+        self.token, self.tell = token, tell
         # The token is an argument of each call. Nothing that others left on the node may take its place, none is
         # stored, and nobody but the endpoint is told about this run.
         for name in "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE":
@@ -124,11 +137,13 @@ class HubSource:
         set_client_factory(lambda: client_class(event_hooks=hooks, follow_redirects=True, timeout=None))
 
     def files(self) -> tuple[FileEntry, ...]:
-        try:
-            api = self.hub.HfApi(endpoint=self.endpoint, token=self.token or False)
-            info = api.model_info(self.repo, revision=self.revision, files_metadata=True, timeout=LIST_TIMEOUT)
-        except Exception as error:
-            raise self._trouble(error) from error
+        api = self.hub.HfApi(endpoint=self.endpoint, token=self.token or False)
+
+        def ask() -> Any:
+            self.tell("asking the hub")
+            return api.model_info(self.repo, revision=self.revision, files_metadata=True, timeout=LIST_TIMEOUT)
+
+        info = self._patiently(ask)
         if info.sha != self.revision:
             raise Trouble(f"{self.endpoint} answers with commit {info.sha} instead of {self.revision}", stop=True)
         try:
@@ -144,11 +159,28 @@ class HubSource:
             raise Trouble(f"The listing of {self.endpoint} cannot be used: {error}", stop=True) from error
 
     def probe(self, path: str) -> None:
-        try:
-            url = self.hub.hf_hub_url(self.repo, path, revision=self.revision, endpoint=self.endpoint)
+        url = self.hub.hf_hub_url(self.repo, path, revision=self.revision, endpoint=self.endpoint)
+
+        def ask() -> None:
+            self.tell("asking the hub")
             self.hub.get_hf_file_metadata(url, token=self.token or False, timeout=LIST_TIMEOUT)
-        except Exception as error:
-            raise self._trouble(error, path) from error
+
+        self._patiently(ask, path)
+
+    def _patiently(self, ask: Callable[[], Any], path: str = "") -> Any:
+        """What the hub answers; it is asked again while it is busy, as the client does by itself for downloads only."""
+        for seconds in (*_AGAIN_S, 0):
+            try:
+                return ask()
+            except Exception as error:
+                responses = [getattr(link, "response", None) for link in _chain(error)]
+                response = next((each for each in responses if each is not None), None)
+                if not seconds or response is None or response.status_code not in _PASSING:
+                    raise self._trouble(error, path) from error
+                wait = _wait_s(response.headers, seconds)
+                self.tell(f"the hub answers {response.status_code}, asking again in {wait} s")
+                time.sleep(wait)
+        raise AssertionError("the last try returns or raises")
 
     def fetch(self, entry: FileEntry) -> None:
         self._download(entry.path, self.dest)
@@ -178,12 +210,7 @@ class HubSource:
 
     def _trouble(self, error: BaseException, path: str = "") -> Trouble:
         """Say what went wrong in words that lead somewhere; the client wraps causes, so the chain is searched."""
-        chain: list[BaseException] = []
-        link: BaseException | None = error
-        while link is not None and link not in chain:
-            chain.append(link)
-            link = link.__cause__
-        for link in chain:
+        for link in _chain(error):
             if is_full(link):
                 return NoRoom(str(link))
             if isinstance(link, WebPage):
@@ -221,6 +248,23 @@ class HubSource:
             if isinstance(link, json.JSONDecodeError) or "FileMetadataError" in names:
                 return Trouble(f"{self.endpoint} does not answer as a model hub does ({link})", stop=True)
         return Trouble(f"{type(error).__name__}: {error}", stop=False)
+
+
+def _chain(error: BaseException | None) -> list[Any]:
+    """The error and its causes."""
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__
+    return chain
+
+
+def _wait_s(headers: Any, otherwise: int) -> int:
+    """Seconds that an answer asks to wait: in Retry-After, or as the hub has it, `RateLimit: "api";r=0;t=55`."""
+    match = re.fullmatch(r"\s*(\d{1,6})\s*", headers.get("Retry-After", ""), re.ASCII)
+    match = match or re.search(r";\s*r=0;\s*t=(\d{1,6})", headers.get("RateLimit", ""), re.ASCII)
+    # One more, since they are rounded.
+    return int(match[1]) + 1 if match else otherwise
 
 
 def _refuse_web_page(response: Any) -> None:

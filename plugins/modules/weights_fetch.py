@@ -350,7 +350,15 @@ class Run:
         request = self.request
         scratch = self._ends.enter_context(tempfile.TemporaryDirectory(prefix="weights-", dir=self.module.tmpdir))
         try:
-            return HubSource(request.repo, request.revision, request.dest, request.endpoint, request.token, scratch)
+            return HubSource(
+                request.repo,
+                request.revision,
+                request.dest,
+                request.endpoint,
+                request.token,
+                scratch,
+                self.progress.begin,
+            )
         except Missing as missing:
             reason = (
                 "to fetch weights. Set ansible_python_interpreter of this task to the virtual environment that has it"
