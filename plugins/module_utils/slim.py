@@ -460,7 +460,7 @@ def _put_shard(plan: SlimPlan, name: str) -> None:
 
 def _remove_empty_folders(dest: str, names: Iterable[str]) -> None:
     """Remove the folders below ``dest`` that led to these files and hold nothing any more, the innermost first."""
-    folders = set()
+    folders: set[str] = set()
     for name in names:
         parts = name.split("/")[:-1]
         folders.update("/".join(parts[: count + 1]) for count in range(len(parts)))
