@@ -17,7 +17,7 @@ odd and small enough that no product overflows 63 bits.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -65,6 +65,27 @@ def is_prime(n: int) -> bool:
         else:
             return False
     return True
+
+
+def column_sizes(
+    layer_ids: Iterable[int], vocab_size: int, max_ngram_size: int, n_heads: int
+) -> dict[int, tuple[int, ...]]:
+    """Layer to the sizes of its columns: the primes, in the order in which they are taken."""
+    taken: set[int] = set()
+
+    def sizes() -> Iterator[int]:
+        for _ in range(max_ngram_size - 1):
+            candidate = vocab_size - 1
+            for _ in range(n_heads):
+                candidate += 1
+                while candidate in taken or not is_prime(candidate):
+                    candidate += 1
+                if candidate >= _MAX_PRIME:
+                    raise EngramError("engram_vocab_size", str(vocab_size), f"less than {_MAX_PRIME}")
+                taken.add(candidate)
+                yield candidate
+
+    return {layer: tuple(sizes()) for layer in layer_ids}
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,21 +187,7 @@ class EngramLayout:
     @cached_property
     def primes(self) -> dict[int, tuple[int, ...]]:
         """Layer to the sizes of its columns, in rows."""
-        taken: set[int] = set()
-
-        def sizes() -> Iterator[int]:
-            for _ in range(self.max_ngram_size - 1):
-                candidate = self.vocab_size - 1
-                for _ in range(self.n_heads):
-                    candidate += 1
-                    while candidate in taken or not is_prime(candidate):
-                        candidate += 1
-                    if candidate >= _MAX_PRIME:
-                        raise EngramError("engram_vocab_size", str(self.vocab_size), f"less than {_MAX_PRIME}")
-                    taken.add(candidate)
-                    yield candidate
-
-        return {layer: tuple(sizes()) for layer in self.layer_ids}
+        return column_sizes(self.layer_ids, self.vocab_size, self.max_ngram_size, self.n_heads)
 
     @cached_property
     def offsets(self) -> dict[int, tuple[int, ...]]:

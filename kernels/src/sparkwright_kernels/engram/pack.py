@@ -38,7 +38,7 @@ from sparkwright_kernels.engram.source import Plane, Source
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Progress = Callable[[str, int, int], None]
-"""Called with a file's name, its bytes done and its bytes in all; from several threads, one at a time."""
+"""Called with a file's name, its bytes done and its bytes in all; by several threads at once."""
 
 WORKERS = 4
 _SAMPLERS = 16  # threads that compare single rows: each waits for the disk nearly all the time
@@ -85,15 +85,16 @@ def pack(
     EngramError otherwise. A set `stop` ends it early with EngramError; a later call goes on from there.
     """
     native.library()
+    stop = stop or threading.Event()
     directory = tasks[0].path.parent
     with _only_one(directory):
         missing = [task for task in tasks if not task.path.exists()]
         check((task for task in tasks if task not in missing), layout)
-        begun = {task: _resume(task) for task in missing}
+        begun = {task: _resume(task, workers, stop) for task in missing}
         _check_room(directory, missing, begun)
         for task in tasks:
             if task in begun:
-                _pack_file(task, begun[task], workers, progress, stop or threading.Event())
+                _pack_file(task, begun[task], workers, progress, stop)
             # A run that was killed between a file's last steps left these.
             task.journal.unlink(missing_ok=True)
             task.part.unlink(missing_ok=True)
@@ -271,7 +272,7 @@ def _for_each(
 # --------------------------------------------------------------------------------------------------------- one file
 
 
-def _resume(task: Task) -> dict[int, int]:
+def _resume(task: Task, workers: int, stop: threading.Event) -> dict[int, int]:
     """Chunks of an earlier run that are in the part file: number to hash. What cannot be gone on with is removed."""
     done: dict[int, int] = {}
     try:
@@ -286,7 +287,9 @@ def _resume(task: Task) -> dict[int, int]:
         listed = {int(match[1]): int(match[2], 16) for match in matches}
         done = {number: digest for number, digest in listed.items() if number < task.file.chunks}
     if done:
-        wrong = _wrong_chunks(task.part, task.file, done)
+        wrong = _wrong_chunks(task.part, task.file, done, workers, stop)
+        if stop.is_set():
+            raise _stopped(task, done)
         done = {number: digest for number, digest in done.items() if number not in wrong}
     if not done:
         task.journal.unlink(missing_ok=True)  # first: a journal speaks for the part that is there
@@ -294,7 +297,14 @@ def _resume(task: Task) -> dict[int, int]:
     return done
 
 
-def _wrong_chunks(path: Path, file: EngramFile, digests: dict[int, int], workers: int = WORKERS) -> set[int]:
+def _stopped(task: Task, done: dict[int, int]) -> EngramError:
+    found = f"{len(done)} of {task.file.chunks} chunks: it was stopped"
+    return EngramError(task.path, found, "all of them", "run again to go on from there")
+
+
+def _wrong_chunks(
+    path: Path, file: EngramFile, digests: dict[int, int], workers: int, stop: threading.Event
+) -> set[int]:
     """Chunks of the file at `path` that have another hash than they should."""
     wrong: set[int] = set()
     input = _Input(path)
@@ -310,7 +320,7 @@ def _wrong_chunks(path: Path, file: EngramFile, digests: dict[int, int], workers
         return hash
 
     try:
-        _for_each(digests, workers, threading.Event(), start)
+        _for_each(digests, workers, stop, start)
     finally:
         input.close()
     return wrong
@@ -423,8 +433,7 @@ def _pack_file(task: Task, done: dict[int, int], workers: int, progress: Progres
             try:
                 _for_each(left, min(workers, max(1, len(left))), stop, start)
                 if len(output.done) < file.chunks:
-                    found = f"{len(output.done)} of {file.chunks} chunks: it was stopped"
-                    raise EngramError(task.path, found, "all of them", "run again to go on from there")
+                    raise _stopped(task, output.done)
                 output.finish()
             finally:
                 output.close()
@@ -485,7 +494,7 @@ def verify_checksums(
     if found.format != "pages":
         raise EngramError(path, f"format {found.format}", "pages", "only that has checksums: verify against the source")
     table = read_table(path, found)
-    wrong = sorted(_wrong_chunks(path, found, dict(enumerate(table)), workers))
+    wrong = sorted(_wrong_chunks(path, found, dict(enumerate(table)), workers, threading.Event()))
     if wrong:
         told = ", ".join(f"{found.chunk(number)[0] + found.rows.lo}" for number in wrong[:_MAX_TOLD])
         told = f"other checksums in {len(wrong)} of {len(table)} chunks (from row {told} on)"

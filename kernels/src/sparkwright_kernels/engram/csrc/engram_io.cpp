@@ -88,23 +88,23 @@ class Xxh64 {
 template <typename Weight, typename Scale>
 uint64_t pack(const uint8_t *weights, const uint8_t *scales, uint8_t *out, uint64_t rows, Weight weight_bytes,
               Scale scale_bytes, uint32_t rows_per_page) {
-  const uint64_t row_bytes = weight_bytes + scale_bytes;
-  // Rows whose bytes are whole stripes of the hash and still in the cache when it reads them.
-  const uint64_t group = rows_per_page ? rows_per_page * 8 : 128;
+  const auto row_bytes = weight_bytes + scale_bytes;
+  // A run of rows, and its padding to whole pages where there is one.
+  const uint64_t run = rows_per_page ? rows_per_page : 128;
+  const uint64_t run_bytes = rows_per_page ? kPage : run * row_bytes;
   Xxh64 hash;
-  for (uint64_t done = 0; done < rows; done += group) {
-    const uint64_t now = std::min(group, rows - done);
-    uint8_t *const begin = out;
+  for (uint64_t done = 0; done < rows; done += run) {
+    const uint64_t now = std::min(run, rows - done);
+    uint8_t *at = out;
     for (uint64_t row = 0; row < now; ++row) {
-      memcpy(out, weights, weight_bytes);
-      memcpy(out + weight_bytes, scales, scale_bytes);
-      weights += weight_bytes, scales += scale_bytes, out += row_bytes;
-      if (rows_per_page && ((row + 1) % rows_per_page == 0 || row + 1 == now)) {
-        const uint64_t used = (out - begin) % kPage;
-        if (used) memset(out, 0, kPage - used), out += kPage - used;
-      }
+      memcpy(at, weights, weight_bytes);
+      memcpy(at + weight_bytes, scales, scale_bytes);
+      weights += weight_bytes, scales += scale_bytes, at += row_bytes;
     }
-    hash.update(begin, out - begin);
+    const uint64_t bytes = rows_per_page || now == run ? run_bytes : now * row_bytes;
+    memset(at, 0, bytes - (at - out));
+    hash.update(out, bytes);  // while it is in the cache
+    out += bytes;
   }
   return hash.digest();
 }
@@ -255,8 +255,12 @@ class Ring {
         reads_[slot] = next++;
         free.pop_back();
       }
-      if (free.size() == depth_) return;  // nothing in flight, and nothing left to begin
-      const int rc = io_uring_submit_and_wait(&ring_, 1);
+      const size_t flying = depth_ - free.size();
+      if (!flying) return;  // and nothing is left to begin
+      // While there is more to begin, a few at a time: the queue stays deep. At the end all of them, with one call.
+      const bool more = next < batch.reads.size() && !batch.failure.status;
+      const size_t wait = more ? std::min<size_t>(flying, std::max(1u, depth_ / 16)) : flying;
+      const int rc = io_uring_submit_and_wait(&ring_, unsigned(wait));
       if (rc < 0 && rc != -EINTR && rc != -EAGAIN && rc != -EBUSY) {
         // What is in flight still writes to the buffers: only the ring's end stops it.
         batch.failure = {-rc, 0, 0, 0};
