@@ -20,6 +20,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parents[1]
 LAB = [sys.executable, "tests/lab/lab.py"]
@@ -74,44 +75,59 @@ GROUPS = {
 }
 
 
-RUNNING: set[subprocess.Popen[bytes]] = set()
+@dataclass(eq=False)
+class Running:
+    part: Part
+    process: subprocess.Popen[bytes]
+    output: IO[bytes] | None  # of a part beside the others, which would not be readable between theirs
+    started: float
 
 
-def run(part: Part) -> bool:
+RUNNING: set[Running] = set()
+
+
+def start(part: Part) -> Running:
     argv = [*LAB, "exec", *part.argv] if part.inside else part.argv
-    note = f" (until {part.beside}; its output comes when it ends)" if part.beside else ""
+    note = f" (beside what comes before {part.beside}; told when it ends)" if part.beside else ""
     print(f"=== {part.name}: {' '.join(part.argv)}{note}", flush=True)
-    started = time.monotonic()
-    env = {**os.environ, "NO_COLOR": "1", "ANSIBLE_NOCOLOR": "1"}
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            ["nice", "-n", "19", *argv] if part.beside else argv,
-            cwd=ROOT,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=output if part.beside else None,
-            stderr=output if part.beside else None,
-            start_new_session=True,
-        )
-        RUNNING.add(process)
-        try:
-            code: int | str = process.wait(part.limit_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            code = f"stopped at its limit of {part.limit_s} s"
-        RUNNING.discard(process)
-        took = time.monotonic() - started
-        output.seek(0)
-        said = output.read().decode(errors="replace")
-    print(f"{said}=== {part.name}: {'ok' if code == 0 else f'FAILED ({code})'} in {took:.0f} s", flush=True)
+    output = tempfile.TemporaryFile() if part.beside else None  # noqa: SIM115
+    process = subprocess.Popen(
+        ["nice", "-n", "19", *argv] if part.beside else argv,
+        cwd=ROOT,
+        env={**os.environ, "NO_COLOR": "1", "ANSIBLE_NOCOLOR": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+    )
+    running = Running(part, process, output, time.monotonic())
+    RUNNING.add(running)
+    return running
+
+
+def finish(running: Running) -> bool:
+    part, process = running.part, running.process
+    try:
+        code: int | str = process.wait(part.limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        code = f"stopped at its limit of {part.limit_s} s"
+    took = time.monotonic() - running.started
+    RUNNING.discard(running)
+    said = ""
+    if running.output:
+        running.output.seek(0)
+        said = running.output.read().decode(errors="replace")
+    result = "ok" if code == 0 else f"FAILED ({code})"
+    print(f"{said}=== {part.name}: {result} in {took:.0f} s\n", end="", flush=True)
     return code == 0
 
 
 def stop() -> None:
     """End what still runs: at an interrupt all of it, else what runs beside and is not needed any more."""
-    for process in list(RUNNING):
+    for running in list(RUNNING):
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
+            os.killpg(running.process.pid, signal.SIGTERM)
 
 
 def main(names: list[str]) -> int:
@@ -133,9 +149,9 @@ def main(names: list[str]) -> int:
                 if part.name == "e2e-fresh" and lab_was_there:
                     print("=== e2e-fresh: SKIPPED, the lab was there before this run (make lab-down first)")
                 elif part.beside:
-                    beside[part.beside] = part.name, pool.submit(run, part)
+                    beside[part.beside] = part.name, pool.submit(finish, start(part))
                 else:
-                    results[part.name] = run(part)
+                    results[part.name] = finish(start(part))
                     if not results[part.name] and part.name in ("controller", "lab-create", "lab"):
                         break
             else:
