@@ -576,7 +576,10 @@ def wake(machine: Machine) -> None:
 def proof(machine: Machine) -> str:
     """Shell command that fails unless the other machine answers over both rails with large frames."""
     peers = [f"10.7{7 + nic.rail}.0.{3 - machine.n}" for nic in FABRIC if nic.rail is not None]
-    return " && ".join(f"ping -q -c 1 -w 200 -M do -s 8972 {peer}" for peer in peers)
+    # ping gives up at the first "unreachable", which a peer that is still booting causes.
+    return " && ".join(
+        f"timeout 200 sh -c 'until ping -q -c 1 -W 5 -M do -s 8972 {peer}; do sleep 1; done'" for peer in peers
+    )
 
 
 def image() -> None:
