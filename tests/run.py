@@ -26,7 +26,13 @@ ROOT = Path(__file__).resolve().parents[1]
 LAB = [sys.executable, "tests/lab/lab.py"]
 VM = [sys.executable, "tests/acceptance/vm.py"]
 WORKERS = ["-n", "auto", "--maxprocesses", "4", "--dist", "worksteal"]
-SCRIPTS = ["tests/lab/lab.py", "tests/run.py", "tests/acceptance/vm.py", "tests/acceptance/record.py"]
+SCRIPTS = [
+    "roles/recipe/files/mounted/sparkwright_gate.py",
+    "tests/lab/lab.py",
+    "tests/run.py",
+    "tests/acceptance/vm.py",
+    "tests/acceptance/record.py",
+]
 ROLES = sorted(path.name for path in (ROOT / "roles").iterdir() if path.is_dir())
 # The order of deploy.yml: a role's scenario needs what the roles before it left.
 ORDER = ["preflight", "fabric", "peers", "weights", "weight_sync", "image", "engine", "recipe", "smoke", "doctor"]

@@ -17,7 +17,7 @@ options:
     elements: str
     required: true
   recipe_directory:
-    description: Directory that holds C(recipes/), C(engines/) and C(fabric.yml).
+    description: Directory that holds C(recipes/), C(engines/), C(mounted/), C(fabric.yml) and C(weights.yml).
     type: path
     required: true
   images_directory:
@@ -46,6 +46,7 @@ _value:
   elements: dict
 """
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,19 @@ def _read(directory: Path, kind: str, name: str) -> tuple[dict[str, Any], list[s
     return (data, []) if isinstance(data, dict) else ({}, [f"{path}: needed a mapping"])
 
 
+def _files(engine: dict[str, Any], directory: Path) -> tuple[list[dict[str, str]], list[str]]:
+    """What an engine has mounted into its containers: where it lies here, its digest, and where it goes there."""
+    wanted = {directory / name: target for name, target in engine.get("files", {}).items()}
+    found = [
+        {"source": str(path), "digest": hashlib.sha256(path.read_bytes()).hexdigest(), "target": target}
+        for path, target in wanted.items()
+        if path.is_file()
+    ]
+    return found, [f"engine {engine['id']}: no file {path}" for path in wanted if not path.is_file()]
+
+
 def _derived(name: str) -> bool:
-    return name.startswith((".", "__pycache__")) or name.endswith(".egg-info")
+    return name.startswith((".", "__pycache__")) or name.endswith((".egg-info", ".so"))
 
 
 def _image(key: str, images_directory: Path, kernels: Path, values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -77,9 +89,9 @@ def _image(key: str, images_directory: Path, kernels: Path, values: dict[str, An
         return {}, [f"unknown image {key!r}; known: {', '.join(sorted(lock))}"]
     entry = lock[key]
     context = images_directory / entry["context"]
-    names = ("Dockerfile", "entrypoint", entry["requirements"])
+    names = ("Dockerfile", entry["requirements"])
     files = {name: context / name for name in names}
-    files["kernels/pyproject.toml"] = kernels / "pyproject.toml"
+    files.update({f"kernels/{name}": kernels / name for name in ("pyproject.toml", "setup.py")})
     for path in sorted((kernels / "src").rglob("*")):
         if path.is_file() and not any(_derived(part) for part in path.relative_to(kernels).parts):
             files[f"kernels/{path.relative_to(kernels)}"] = path
@@ -109,6 +121,8 @@ class LookupModule(LookupBase):
         if not data:
             return [{"plan": None, "problems": problems + cluster.check(hosts)[2]}]
         engine, problems = _read(directory / "engines", "engine", str(data.get("engine")))
+        engine["files"], more = _files(engine, directory / "mounted")
+        problems += more
         image, more = _image(
             str(data.get("image")),
             Path(self.get_option("images_directory")),

@@ -82,6 +82,12 @@ def _mapping(value: Any) -> Optional[str]:
     return None if isinstance(value, Mapping) else "needed a mapping"
 
 
+def _names(value: Any) -> Optional[str]:
+    if isinstance(value, list) and all(isinstance(name, str) for name in value) and len(set(value)) == len(value):
+        return None
+    return "needed a list of different names"
+
+
 def _topology(value: Any) -> Optional[str]:
     return None if value == "" or value in TOPOLOGIES else f"needed one of {', '.join(TOPOLOGIES)}"
 
@@ -143,6 +149,7 @@ VARIABLES: Dict[str, Variable] = {
     "spark_weights_paths": Variable("mapping of weights to directories", {}, _mapping),
     "spark_zfs_dataset": Variable("ZFS dataset", "", _dataset),
     "spark_weights_source_dir": Variable("directory on the head", "", _directory_or_none),
+    "spark_recipe_options": Variable("list of options of the recipe", [], _names),
     "spark_recipe_overrides": Variable("mapping", {}, _mapping),
     "spark_recipe_set": Variable("mapping (for -e)", {}, _mapping),
 }

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import posixpath
 import re
 from dataclasses import asdict, dataclass, field
 from typing import Any, Collection, Dict, List, Mapping, Optional, Sequence, Tuple
@@ -29,6 +30,8 @@ _CONTAINER = {
     "capabilities": list,
     "ulimits": dict,
     "gpus": str,
+    "entrypoint": list,
+    "caches": dict,
     "oom_score_adj": int,
     "stop_timeout_s": int,
 }
@@ -38,16 +41,21 @@ _MEMORY = {"weights_gib": _NUMBER, "kv_gib": _NUMBER, "runtime_gib": _NUMBER, "m
 _READY = {"deadline_s": int, "stall_s": int}
 _SMOKE = {"prompt": str, "expect": str, "max_tokens": int}
 _FABRIC = {"topology": str, "rdma": bool, "mtu": int, "min_rails": int, "max_rails": int}
-# Sections that overlays and overrides may change; None: any key, scalar values (null unsets).
+# Sections that overlays and overrides may change; None: any key, scalar values (null unsets). What is in `settings`
+# fills the placeholders of its name in env and args.
 _MERGED: Dict[str, Optional[Mapping[str, Any]]] = {
     "fabric": _FABRIC,
     "container": _CONTAINER,
     "memory": _MEMORY,
     "ready": _READY,
     "smoke": _SMOKE,
+    "settings": None,
     "env": None,
     "args": None,
 }
+# Layers within a layer, for some ranks only; they have these sections.
+_ROLES = ("head", "workers")
+_OF_ROLES = ("env", "args")
 _FIXED = {
     "id": str,
     "engine": str,
@@ -55,13 +63,20 @@ _FIXED = {
     "served_name": str,
     "weights": list,
     "nodes": dict,
+    "engram": dict,
+    "options": dict,
     "notes": str,
 }
+_MAY_LACK = ("engram", "options", "notes")
 _WEIGHT = {"id": str, "mount": str}
+# How the Engram tables are packed: a format, and a rule that splits them between ranks, of sparkwright_kernels.engram.
+_ENGRAM = {"weights": str, "format": ("dsv41en1", "pages"), "rule": ("heads", "rows"), "mount": str}
 _CATALOG = {"repo": str, "revision": str, "include": list, "must_exist": list, "gib": _NUMBER}
 _REMOVED_ENV = {"HF_HUB_ENABLE_HF_TRANSFER": "HF_XET_HIGH_PERFORMANCE"}
 # argv and environment of a container can be read by many; secrets reach the engine as files.
 _SECRET = re.compile(r"(api_?key|access_?key|token|secret|password)$", re.IGNORECASE)
+# Placeholders that the plan itself fills, beside those of the node.
+_FILLED = ("rank", "world_size", "gid_pin", "rendezvous_port", "bind_address", "port", "served_name")
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -69,7 +84,8 @@ _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 class Weights:
     """One repository of the plan; `path` is where it lies on every node, `mount` where the engine sees it.
 
-    `join` names the repository's list of SHA-256 digests where it stores files in parts, else it is empty.
+    `join` names the repository's list of SHA-256 digests where it stores files in parts, `slim` the directory with only
+    its Engram tables where the engine is to see that one; else they are empty.
     """
 
     id: str
@@ -79,6 +95,22 @@ class Weights:
     must_exist: List[str]
     join: str
     path: str
+    slim: str
+    mount: str
+
+
+@dataclass(frozen=True)
+class Engram:
+    """The packed Engram tables: each rank packs its own rows of the tables in `source` into `path` on its node.
+
+    `path` is that of this recipe and number of ranks alone, since files of other splits have the same names.
+    """
+
+    source: str
+    revision: str
+    path: str
+    format: str
+    rule: str
     mount: str
 
 
@@ -102,7 +134,11 @@ class Rank:
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole cluster: read by preflight, templates, launch, status and the plan verb."""
+    """The whole cluster: read by preflight, templates, launch, status and the plan verb.
+
+    `files` are mounted into every container: `source` on the controller, `path` on the node, which names the content,
+    and `target` in the container.
+    """
 
     cluster: str
     recipe: str
@@ -110,6 +146,8 @@ class Plan:
     fabric: Dict[str, Any]
     image: Dict[str, Any]
     weights: List[Weights]
+    engram: Optional[Engram]
+    settings: Dict[str, Any]
     container: Dict[str, Any]
     memory: Dict[str, float]
     ready: Dict[str, int]
@@ -120,6 +158,7 @@ class Plan:
     rendezvous_port: int
     health_path: str
     data_dir: str
+    files: List[Dict[str, str]]
     ranks: List[Rank]
     sources: Dict[str, str] = field(default_factory=dict)
 
@@ -153,6 +192,10 @@ def _check_section(where: str, section: str, value: Any) -> List[str]:
                 problems.append(f"{where}: args key {shown!r}; needed a flag that begins with '-' and holds no '='")
             if section == "env" and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(key)):
                 problems.append(f"{where}: env key {key!r}; needed a variable name")
+            if section == "settings" and (not re.fullmatch(r"\w+", str(key)) or key in (*_FILLED, *DISCOVERED)):
+                problems.append(
+                    f"{where}: settings key {key!r}; needed a word that is no placeholder of the plan's own"
+                )
             if section == "env" and item == "":
                 problems.append(f"{where}: env {key} is empty; write null to leave the variable out")
             if section == "env" and key in _REMOVED_ENV:
@@ -179,10 +222,24 @@ def _check_layer(where: str, layer: Any) -> List[str]:
         return [f"{where} is {layer!r}; needed a mapping"]
     problems = []
     for key, value in layer.items():
-        if key not in _MERGED:
-            problems.append(f"{where}: {_unknown(str(key), list(_MERGED))}")
-        else:
+        if key in _MERGED:
             problems += _check_section(where, str(key), value)
+        elif key in _ROLES:
+            problems += _check_role(f"{where} {key}", value)
+        else:
+            problems.append(f"{where}: {_unknown(str(key), [*_MERGED, *_ROLES])}")
+    return problems
+
+
+def _check_role(where: str, layer: Any) -> List[str]:
+    if not isinstance(layer, Mapping):
+        return [f"{where} is {layer!r}; needed a mapping"]
+    problems = []
+    for key, value in layer.items():
+        if key in _OF_ROLES:
+            problems += _check_section(where, str(key), value)
+        else:
+            problems.append(f"{where}: {_unknown(str(key), _OF_ROLES)}")
     return problems
 
 
@@ -190,27 +247,30 @@ def _check_recipe(recipe: Mapping[str, Any]) -> List[str]:
     where = f"recipe {recipe.get('id', '?')}"
     problems = []
     for key, value in recipe.items():
-        if key in _MERGED:
-            problems += _check_section(where, str(key), value)
+        if key in _MERGED or key in _ROLES:
+            problems += _check_layer(where, {key: value})
         elif key not in _FIXED:
-            problems.append(f"{where}: {_unknown(str(key), [*_FIXED, *_MERGED])}")
+            problems.append(f"{where}: {_unknown(str(key), [*_FIXED, *_MERGED, *_ROLES])}")
         elif not _is(value, _FIXED[key]):
             problems.append(f"{where}: {key} is {value!r}; needed a {_type_name(_FIXED[key])}")
     for key in [*_FIXED, "memory", "ready", "smoke"]:
-        if key not in recipe and key != "notes":
+        if key not in recipe and key not in _MAY_LACK:
             problems.append(f"{where}: {key} is missing")
     for section, known in (("memory", _MEMORY), ("ready", _READY), ("smoke", _SMOKE)):
         values = recipe.get(section)
         for key in known:
             if isinstance(values, Mapping) and key not in values:
                 problems.append(f"{where}: {section}.{key} is missing")
-    weights = recipe.get("weights")
-    if weights == []:
+    if recipe.get("weights") == []:
         problems.append(f"{where}: weights is empty; needed one repository or more")
-    for index, entry in enumerate(weights if isinstance(weights, list) else []):
-        for key, kind in _WEIGHT.items():
-            if not isinstance(entry, Mapping) or not _is(entry.get(key), kind):
-                problems.append(f"{where}: weights[{index}].{key} is missing or not a {_type_name(kind)}")
+    problems += _check_weights(where, recipe.get("weights"))
+    if isinstance(recipe.get("engram"), Mapping):
+        problems += _check_engram(where, recipe["engram"])
+    options = recipe.get("options")
+    for name, option in options.items() if isinstance(options, Mapping) else ():
+        layer = {key: value for key, value in option.items() if key != "weights"} if _is(option, dict) else option
+        problems += _check_layer(f"{where} options.{name}", layer)
+        problems += _check_weights(f"{where} options.{name}", option.get("weights") if _is(option, dict) else None)
     nodes = recipe.get("nodes")
     for count, overlay in nodes.items() if isinstance(nodes, Mapping) else ():
         if not _is(count, int):
@@ -219,15 +279,41 @@ def _check_recipe(recipe: Mapping[str, Any]) -> List[str]:
     return problems
 
 
-def _merge(layers: Sequence[Tuple[str, Mapping[str, Any]]]) -> Tuple[Dict[str, Dict[str, Any]], Dict[str, str]]:
-    """Later layers win key by key; the second result tells, for each `section.key`, which layer it came from."""
+def _check_engram(where: str, engram: Mapping[str, Any]) -> List[str]:
+    problems = []
+    for key, kind in _ENGRAM.items():
+        value = engram.get(key)
+        if isinstance(kind, tuple) and value not in kind:
+            problems.append(f"{where}: engram.{key} is {value!r}; needed one of {', '.join(kind)}")
+        elif kind is str and not isinstance(value, str):
+            problems.append(f"{where}: engram.{key} is missing or not a string")
+    return problems
+
+
+def _check_weights(where: str, weights: Any) -> List[str]:
+    return [
+        f"{where}: weights[{index}].{key} is missing or not a {_type_name(kind)}"
+        for index, entry in enumerate(weights if isinstance(weights, list) else [])
+        for key, kind in _WEIGHT.items()
+        if not isinstance(entry, Mapping) or not _is(entry.get(key), kind)
+    ]
+
+
+def _merge(
+    layers: Sequence[Tuple[str, Mapping[str, Any]]], role: str = ""
+) -> Tuple[Dict[str, Dict[str, Any]], Dict[str, str]]:
+    """Later layers win key by key, within a layer what it has for the role; without a role that is left out.
+
+    The second result tells, for each `section.key`, which layer it came from.
+    """
     merged: Dict[str, Dict[str, Any]] = {section: {} for section in _MERGED}
     sources: Dict[str, str] = {}
     for source, layer in layers:
-        for section in _MERGED:
-            for key, value in (layer.get(section) or {}).items():
-                merged[section][str(key)] = value
-                sources[f"{section}.{key}"] = source
+        for part in (layer, layer.get(role) or {}):
+            for section in _MERGED:
+                for key, value in (part.get(section) or {}).items():
+                    merged[section][str(key)] = value
+                    sources[f"{section}.{key}"] = source
     return merged, sources
 
 
@@ -272,7 +358,8 @@ def _weights(
         problems += [
             f"{variable}: {_unknown(str(name), list(catalog))}" for name in cluster[variable] if name not in catalog
         ]
-    for entry in recipe["weights"]:
+    chosen = [recipe["options"][name].get("weights", []) for name in cluster["spark_recipe_options"]]
+    for entry in [*recipe["weights"], *(entry for entries in chosen for entry in entries)]:
         name = entry["id"]
         if name not in catalog:
             problems.append(f"recipe {recipe['id']}: weights: {_unknown(name, list(catalog))}")
@@ -302,10 +389,27 @@ def _weights(
                 must_exist=data["must_exist"],
                 join=data.get("join", ""),
                 path=path,
+                # Below the repository, so that it is on the same file system, in its exports and in its snapshots.
+                slim=f"{path}/engram-only" if data.get("slim") else "",
                 mount=entry["mount"],
             )
         )
     return weights, problems
+
+
+def _engram(
+    recipe: Mapping[str, Any], weights: Sequence[Weights], directory: str
+) -> Tuple[Optional[Engram], List[str]]:
+    """Where the recipe's packed tables lie and what they are made of; None where it has none."""
+    wanted = recipe.get("engram")
+    if wanted is None:
+        return None, []
+    how = {key: wanted[key] for key in ("format", "rule", "mount")}
+    for entry in weights:
+        if entry.id == wanted["weights"]:
+            return Engram(entry.slim or entry.path, entry.revision, directory, **how), []
+    known = [entry.id for entry in weights]
+    return None, [f"recipe {recipe['id']}: engram.weights: {_unknown(wanted['weights'], known)}"]
 
 
 def problems(recipe: Mapping[str, Any], hosts: Mapping[str, Mapping[str, Any]]) -> List[str]:
@@ -315,13 +419,22 @@ def problems(recipe: Mapping[str, Any], hosts: Mapping[str, Mapping[str, Any]]) 
     for where in ("spark_recipe_overrides", "spark_recipe_set"):
         if isinstance(cluster[where], Mapping):
             found += _check_layer(where, cluster[where])
+    known = recipe.get("options")
+    options = known if isinstance(known, Mapping) else {}
+    asked = cluster["spark_recipe_options"]
+    chosen = [str(name) for name in asked] if _is(asked, list) else []
+    for name in chosen:
+        if name not in options:
+            offered = f"known: {', '.join(options)}" if options else "it has none"
+            found.append(f"spark_recipe_options: recipe {recipe.get('id')} has no option {name!r}; {offered}")
     nodes = recipe.get("nodes")
     allowed = sorted(n for n in nodes if _is(n, int)) if isinstance(nodes, Mapping) else []
     if len(hosts) not in allowed:
         known = ", ".join(map(str, allowed)) or "none"
         found.append(f"recipe {recipe.get('id')}: the inventory has {len(hosts)} nodes; allowed: {known}")
     overlay = nodes.get(len(hosts)) if isinstance(nodes, Mapping) else None
-    layers = [recipe, overlay, cluster["spark_recipe_overrides"], cluster["spark_recipe_set"]]
+    picked = [options.get(name) for name in chosen]
+    layers = [recipe, overlay, *picked, cluster["spark_recipe_overrides"], cluster["spark_recipe_set"]]
     return found + _topology_problems(cluster["spark_fabric_topology"], layers, len(hosts))
 
 
@@ -349,7 +462,8 @@ def resolve(
 ) -> Tuple[Optional[Plan], List[str]]:
     """One plan, or every problem at once.
 
-    `hosts` maps inventory hosts in rank order to their `spark_*` variables; `engine` is the data file of the engine;
+    `hosts` maps inventory hosts in rank order to their `spark_*` variables; `engine` is the data file of the engine,
+    with `files` as a list of source, digest and target;
     `image` tells name and build of the image (keys of images.lock.yml plus `name`); `fabric` is the data file of what
     the cabling asks for; `catalog` that of all weights by id; `extra_vars` names the variables that were given with
     -e, for the sources.
@@ -366,10 +480,11 @@ def resolve(
 
     cluster, per_host, _ = variables.check(hosts)
     world_size = len(hosts)
-    engine_layers = engine["args"]
+    chosen = cluster["spark_recipe_options"]
     layers = [
         (f"recipe {recipe['id']}", recipe),
         (f"recipe {recipe['id']} nodes.{world_size}", recipe["nodes"][world_size]),
+        *((f"recipe {recipe['id']} options.{name}", recipe["options"][name]) for name in chosen),
         (origin("spark_recipe_overrides"), cluster["spark_recipe_overrides"]),
         (origin("spark_recipe_set"), cluster["spark_recipe_set"]),
     ]
@@ -381,7 +496,7 @@ def resolve(
     names = ["sockets", *(["rdma", shape["topology"]] if shape["rdma"] else [])]
     base: List[Tuple[str, Mapping[str, Any]]] = [
         usual,
-        (f"engine {engine['id']}", {"env": engine["env"], "args": engine_layers["all"]}),
+        (f"engine {engine['id']}", engine),
         *((f"fabric {name}", {"env": asked.get(name, {})}) for name in names),
     ]
     merged, sources = _merge([*base, *layers])
@@ -390,6 +505,16 @@ def resolve(
 
     data_dir = cluster["spark_data_dir"]
     weights, found = _weights(recipe, catalog, cluster)
+    engram, wrong = _engram(recipe, weights, f"{data_dir}/engram/{recipe['id']}-tp{world_size}")
+    found += wrong
+    files = [
+        {
+            "source": entry["source"],
+            "path": f"{data_dir}/files/{entry['digest'][:12]}/{posixpath.basename(entry['target'])}",
+            "target": entry["target"],
+        }
+        for entry in engine.get("files", [])
+    ]
     addresses = {host: str(values["spark_fabric_address"]) for host, values in per_host.items()}
     head_address = next(iter(addresses.values()))
     ranks = []
@@ -398,9 +523,8 @@ def resolve(
         found.append(f"recipe {recipe['id']}: container.shm_gib is missing")
     for number, host in enumerate(hosts):
         role = "head" if number == 0 else "workers"
-        role_layer = (f"engine {engine['id']} {role}", {"args": engine_layers[role]})
-        args, role_sources = _merge([*base, role_layer, *layers])
-        sources.update(role_sources)
+        own, own_sources = _merge([*base, *layers], role)
+        sources.update(own_sources)
         pin = per_host[host]["spark_fabric_gid_index"]
         values = {
             "rank": str(number),
@@ -412,12 +536,20 @@ def resolve(
             "bind_address": str(cluster["spark_bind_address"]),
             "port": str(cluster["spark_api_port"]),
             "served_name": str(recipe["served_name"]),
+            **{key: _scalar(value) for key, value in merged["settings"].items() if value is not None},
         }
-        mounts = [{"source": entry.path, "target": entry.mount, "read_only": True} for entry in weights]
+        mounts = [{"source": entry.slim or entry.path, "target": entry.mount, "read_only": True} for entry in weights]
+        if engram:
+            mounts.append({"source": engram.path, "target": engram.mount, "read_only": True})
+        mounts += [{"source": entry["path"], "target": entry["target"], "read_only": True} for entry in files]
+        for target, name in container.get("caches", {}).items():
+            source = f"{data_dir}/cache/{recipe['id']}/{name}"
+            mounts.append({"source": source, "target": target, "read_only": False})
         if number == 0:
             mounts.append({"source": f"{data_dir}/secrets", "target": "/run/secrets/sparkwright", "read_only": True})
-        argv = [_fill(item, values) for item in [*engine["command"], *_argv(args["args"])]]
-        env = {k: _fill(_scalar(v), values) for k, v in sorted(merged["env"].items()) if v is not None}
+        command = engine[role].get("command", engine["command"])
+        argv = [_fill(item, values) for item in [*command, *_argv(own["args"])]]
+        env = {k: _fill(_scalar(v), values) for k, v in sorted(own["env"].items()) if v is not None}
         # Without a pin a variable that holds one is left out: empty would be read as 0.
         env = {key: value for key, value in env.items() if value != "{gid_pin}"}
         found += _unfilled("args", argv, DISCOVERED) + _unfilled("env", list(env.values()), DISCOVERED)
@@ -445,6 +577,8 @@ def resolve(
         fabric=merged["fabric"],
         image=dict(image),
         weights=weights,
+        engram=engram,
+        settings=merged["settings"],
         container=container,
         memory={key: float(value) for key, value in merged["memory"].items()},
         ready=merged["ready"],
@@ -455,6 +589,7 @@ def resolve(
         rendezvous_port=int(cluster["spark_rendezvous_port"]),
         health_path=engine["health_path"],
         data_dir=data_dir,
+        files=files,
         ranks=ranks,
         sources=sources,
     )
@@ -485,7 +620,7 @@ def bind_fabric(plan: Mapping[str, Any], host: str, fabric: Mapping[str, Any]) -
         raise ValueError(f"{host}: the survey of the fabric found no {', '.join(missing)}, which the engine needs")
     rank = {key: rank[key] for key in ("host", "rank", "container", "mounts")}
     rank.update(env=env, argv=argv)
-    shared = {key: plan[key] for key in ("recipe", "world_size", "container", "weights")}
+    shared = {key: plan[key] for key in ("recipe", "world_size", "container", "weights", "engram")}
     # The name tells all that is in an image; the rest are paths on whichever controller made the plan.
     shared["image"] = plan["image"]["name"]
     others = [{key: other[key] for key in ("host", "argv", "mounts")} for other in plan["ranks"]]
@@ -509,7 +644,12 @@ def describe(plan: Mapping[str, Any]) -> List[str]:
         + f" = {total:g} GiB a rank",
     ]
     lines += [f"weights {entry['repo']}@{entry['revision']} -> {entry['path']}" for entry in plan["weights"]]
-    for section in ("fabric", "container", "ready", "smoke"):
+    if plan["engram"]:
+        engram = plan["engram"]
+        lines.append(
+            f"engram  {engram['source']} -> {engram['path']}, format {engram['format']}, rule {engram['rule']}"
+        )
+    for section in ("fabric", "settings", "container", "ready", "smoke"):
         lines += [f"{section} {key}: {value}  [{sources[f'{section}.{key}']}]" for key, value in plan[section].items()]
     for rank in plan["ranks"]:
         where = rank["address"] or "address found on the node"

@@ -461,8 +461,8 @@ def too_small(need: int, freed: int, free: int, where: str, count: int) -> str |
     )
 
 
-def room(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """What several runs, each of the form that weights_fetch returns in check mode, ask of the file systems together.
+def room(runs: Sequence[Mapping[str, Any]], host: str) -> dict[str, list[str]]:
+    """What several runs on a host, each as weights_fetch returns it in check mode, ask of the file systems together.
 
     ``lines`` says for each file system what is to be fetched and what is free, ``problems`` which cannot take it.
     """
@@ -472,15 +472,15 @@ def room(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
         files, size = sum(len(run["fetched"]) for run in here), sum(int(run["fetch_bytes"]) for run in here)
         needs, free = [int(run["need_bytes"]) for run in here], int(here[0]["free_bytes"])
         lines.append(
-            f"{mount}: {files} file(s) to fetch, {size} bytes ({size / 2**30:.1f} GiB); at most {sum(needs)} bytes "
-            f"more are needed, {free} ({free / 2**30:.1f} GiB) are free"
+            f"{host}: {mount}: {files} file(s) to fetch, {size} bytes ({size / 2**30:.1f} GiB); at most {sum(needs)} "
+            f"bytes more are needed, {free} ({free / 2**30:.1f} GiB) are free"
         )
         short = sum(needs) - free
         if short > 0:
             names = ", ".join(str(run["path"]) for run in here)
             problems.append(
-                f"The file system {mount} is too small for {names}: {' + '.join(map(str, needs))} - {free} = {short} "
-                f"bytes ({short / 2**30:.1f} GiB) are missing. Nothing was fetched."
+                f"{host}: the file system {mount} is too small for {names}: {' + '.join(map(str, needs))} - {free} = "
+                f"{short} bytes ({short / 2**30:.1f} GiB) are missing"
             )
     return {"lines": lines, "problems": problems}
 

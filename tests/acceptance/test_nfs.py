@@ -21,6 +21,7 @@ TINY = {
     "include": [],
     "must_exist": ["config.json"],
     "join": "",
+    "slim": "",
 }
 SIZE = 96 << 20
 UNIT = "srv-weights-tiny.mount"

@@ -35,6 +35,7 @@ TINY = {
     "include": [],
     "must_exist": ["config.json"],
     "join": "",
+    "slim": "",
 }
 # Writes weights as the role weights does.
 FETCHED = f"""import hashlib, os

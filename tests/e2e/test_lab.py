@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -173,6 +174,22 @@ def test_a_taken_port_is_found_with_its_owner(lab: Lab) -> None:
     assert outcome.rc != 0
     assert "spark1: [node.port] found port 8000 is taken by python3 (pid" in outcome.output
     assert not lab.ssh("spark2", "docker ps -q").strip(), "a rank was started although the head could not be"
+
+
+def test_a_worker_without_the_room_is_told_before_anything_is_copied(lab: Lab) -> None:
+    lab.ssh("spark2", f"mount -t tmpfs -o size=1m,mode=755 tmpfs {PLACE}")
+    try:
+        refused = lab.playbook("site.yml", "--tags", "weight_sync", "-e", "spark_weight_sync=rsync")
+        chosen = lab.playbook("site.yml", "--tags", "weight_sync", "--check")
+        left = lab.ssh("spark2", f"ls -A {PLACE}")
+    finally:
+        lab.ssh("spark2", f"umount {PLACE}")
+    short = rf"spark2: the file system {PLACE} is too small for {PLACE}: \d+ - 1048576 = \d+ bytes"
+    assert refused.rc != 0 and re.search(short, refused.flat), refused.output
+    assert "Nothing was copied. Make room" in refused.flat
+    assert re.search(f"nfs, since a copy does not fit: {short}", chosen.flat), chosen.output
+    assert left == ""
+    assert "rsync, since a copy fits on every worker" in lab.playbook("site.yml", "--tags", "weight_sync").flat
 
 
 def test_half_a_file_is_refused_and_fetched_again(lab: Lab) -> None:

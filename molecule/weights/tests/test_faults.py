@@ -283,6 +283,7 @@ def start(cases: list[Case], revisions: dict[str, str], folder: Path) -> subproc
                     "include": [],
                     "must_exist": [],
                     "join": "",
+                    "slim": "",
                 }
             ],
         }

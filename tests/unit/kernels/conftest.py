@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -44,3 +46,23 @@ def make_model(tmp_path: Path) -> Callable[..., Path]:
         return tmp_path
 
     return make
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engram_library() -> Path | None:
+    """The native library of this source, built once for each state of it; None where it cannot be built."""
+    from sparkwright_kernels.engram import build, native
+
+    if os.environ.get(native.PATH_VARIABLE):
+        return native.library_path()
+    source = hashlib.sha256(Path(build.__file__).read_bytes())
+    for path in sorted(build.SOURCE.parent.glob("engram_io.*")):
+        source.update(path.read_bytes())
+    path = FIXTURES.parents[1] / "kernels/build" / f"engram-{source.hexdigest()[:12]}" / build.LIBRARY
+    if not path.exists():
+        try:
+            build.build(path)
+        except OSError:
+            return None
+    os.environ[native.PATH_VARIABLE] = str(path)
+    return path

@@ -120,8 +120,9 @@ def read_header(path: Path) -> tuple[dict[str, TensorSpec], list[Exl3FormatError
     try:
         for name, entry in json.loads(raw, object_pairs_hook=_no_duplicates).items():
             if name != "__metadata__":
-                specs[name] = TensorSpec(str(entry["dtype"]), tuple(map(int, entry["shape"])), path.name)
                 start, stop = map(int, entry["data_offsets"])
+                shape = tuple(map(int, entry["shape"]))
+                specs[name] = TensorSpec(str(entry["dtype"]), shape, path.name, 8 + length + start)
                 spans.append((start, stop, name))
     except (ValueError, KeyError, TypeError, AttributeError) as reason:
         wrong("bad-header", f"a header that does not parse ({reason!r})", "a safetensors header")

@@ -57,11 +57,12 @@ class Exl3FormatError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """dtype (safetensors code, such as "I16"), shape and file name of a stored tensor."""
+    """dtype (safetensors code, such as "I16"), shape, file name and first byte in that file of a stored tensor."""
 
     dtype: str
     shape: tuple[int, ...]
     file: str = ""
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ def recipes(directory: Path, data: dict[str, Any]) -> str:
     """A directory of recipes with one recipe, `lab`, and the project's engines."""
     (directory / "recipes").mkdir(parents=True)
     (directory / "recipes/lab.yml").write_text(yaml.safe_dump(data, sort_keys=False))
-    for name in ("engines", "fabric.yml", "weights.yml"):
+    for name in ("engines", "mounted", "fabric.yml", "weights.yml"):
         (directory / name).symlink_to(RECIPES / name)
     return f"recipe_directory={directory}"
 
@@ -134,7 +134,7 @@ def test_precedence_and_sources(tmp_path: Path) -> None:
         "--b 12 [recipe lab nodes.2]",
         "--c 13 [inventory spark_recipe_overrides]",
         "--d 14 [extra vars spark_recipe_set]",
-        "--port 9000 [engine vllm head]",
+        "--port 9000 [engine vllm]",
         "env X=1 [inventory spark_recipe_overrides]",
         "left out on purpose: --gone [inventory spark_recipe_overrides]",
         "left out on purpose: NCCL_IB_GID_INDEX [fabric rdma]",
@@ -173,14 +173,15 @@ def project(tmp_path: Path) -> tuple[Path, Path]:
     files = {
         "images/images.lock.yml": "images: {x: {context: e, base: b, requirements: r.txt}}\n",
         "images/e/Dockerfile": "FROM b\n",
-        "images/e/entrypoint": "#!/bin/sh\n",
         "images/e/r.txt": "a==1\n",
         "kernels/pyproject.toml": "[project]\n",
+        "kernels/setup.py": "setup()\n",
         "kernels/src/k/__init__.py": "",
         "kernels/src/k/kernel.cu": "__global__\n",
         "kernels/src/k/__pycache__/x.pyc": "1",
         "kernels/src/k/.ruff_cache/x": "1",
         "kernels/src/k.egg-info/PKG-INFO": "1",
+        "kernels/src/k/libk.so": "1",
     }
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -193,15 +194,16 @@ def project(tmp_path: Path) -> tuple[Path, Path]:
     [
         ("images/images.lock.yml", True),
         ("images/e/Dockerfile", True),
-        ("images/e/entrypoint", True),
         ("images/e/r.txt", True),
         ("kernels/pyproject.toml", True),
+        ("kernels/setup.py", True),
         ("kernels/src/k/__init__.py", True),
         ("kernels/src/k/kernel.cu", True),
         ("kernels/src/k/new.yml", True),
         ("kernels/src/k/__pycache__/x.pyc", False),
         ("kernels/src/k/.ruff_cache/x", False),
         ("kernels/src/k.egg-info/PKG-INFO", False),
+        ("kernels/src/k/libk.so", False),
         ("kernels/tests/test_x.py", False),
     ],
 )

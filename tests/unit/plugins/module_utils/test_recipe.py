@@ -19,6 +19,7 @@ from ansible_collections.sparkwright.dsv41.plugins.module_utils.cabling import T
 FILES = Path(__file__).parents[4] / "roles/recipe/files"
 LAB = yaml.safe_load((FILES / "recipes/lab.yml").read_text())
 ENGINE = yaml.safe_load((FILES / "engines/vllm.yml").read_text())
+ENGINE["files"] = [{"source": "/c/gate.py", "digest": "0123456789abcdef", "target": "/opt/gate.py"}]
 FABRIC_DATA = yaml.safe_load((FILES / "fabric.yml").read_text())
 CATALOG = yaml.safe_load((FILES / "weights.yml").read_text())
 IMAGE = {"name": "sparkwright/x:0123456789ab", "base_archive": "/a", "wheelhouse": "/w"}
@@ -264,7 +265,7 @@ def test_one_listener_and_no_port_on_workers() -> None:
     assert "--headless" not in head["argv"]
     assert "--headless" in worker["argv"]
     assert not {"--host", "--port"} & set(worker["argv"])
-    assert [mount["target"] for mount in worker["mounts"]] == ["/model"], "the key is on the head only"
+    assert [mount["target"] for mount in worker["mounts"]] == ["/model", "/opt/gate.py"], "the key is on the head only"
     assert all(mount["read_only"] for rank in (head, worker) for mount in rank["mounts"])
 
 
@@ -495,7 +496,7 @@ def test_weights_come_from_the_catalog_and_lie_by_their_id() -> None:
 def test_every_entry_of_the_catalog_can_be_planned_once_it_is_pinned(name: str) -> None:
     (weights,) = plan_of(with_weights(name), hosts(spark_weights_revisions={name: "a" * 40}))["weights"]
     assert weights["revision"] == "a" * 40
-    assert set(CATALOG[name]) <= {"repo", "revision", "include", "must_exist", "join", "gib"}
+    assert set(CATALOG[name]) <= {"repo", "revision", "include", "must_exist", "join", "slim", "gib"}
     assert not CATALOG[name].get("join") or CATALOG[name]["join"] in weights["must_exist"]
 
 
@@ -529,3 +530,125 @@ def test_tables_and_native_checkpoint_of_one_repository_do_not_share_a_directory
     first, second = plan_of(with_weights(*names))["weights"]
     assert (first["repo"], first["revision"]) == (second["repo"], second["revision"])
     assert first["path"] != second["path"]
+
+
+OVERLAY = {"id": "deepseek-v41-flash-1017-abliterated", "mount": "/overlay"}
+
+
+def test_an_option_is_a_layer_and_may_bring_weights() -> None:
+    data = put(LAB, ("options",), {"other": {"weights": [OVERLAY], "env": {"ABLIT": 1}, "args": {"--dtype": "half"}}})
+    assert "ABLIT" not in plan_of(data)["ranks"][0]["env"]
+    pinned = {"spark_weights_revisions": {OVERLAY["id"]: "a" * 40}}
+    plan = plan_of(data, hosts(spark_recipe_options=["other"], **pinned))
+    assert [entry["id"] for entry in plan["weights"]] == ["arith-exl3-3bpw", OVERLAY["id"]]
+    assert plan["weights"][0]["path"] != plan["weights"][1]["path"]
+    for rank in plan["ranks"]:
+        assert rank["env"]["ABLIT"] == "1" and value_of(rank["argv"], "--dtype") == "half"
+        assert {"source": plan["weights"][1]["path"], "target": "/overlay", "read_only": True} in rank["mounts"]
+    assert plan["sources"]["env.ABLIT"] == "recipe lab options.other"
+    # What the user sets wins over it.
+    changed = hosts(spark_recipe_options=["other"], spark_recipe_overrides={"env": {"ABLIT": None}}, **pinned)
+    assert "ABLIT" not in plan_of(data, changed)["ranks"][0]["env"]
+    # Its weights are pinned like others.
+    (problem,) = problems_of(data, hosts(spark_recipe_options=["other"]))
+    assert "keys-DeepSeek-V4.1-Flash-1017-Abliterated is pinned by nobody" in problem
+
+
+def test_wrong_options_are_told() -> None:
+    assert problems_of(LAB, hosts(spark_recipe_options=["other"])) == [
+        "spark_recipe_options: recipe lab has no option 'other'; it has none"
+    ]
+    data = put(LAB, ("options",), {"one": {"weights": [{"id": "x"}], "envs": {}}, "two": "text"})
+    assert problems_of(data, hosts(spark_recipe_options=["one", "three"])) == [
+        "recipe lab options.one: unknown key 'envs'; did you mean 'env'?",
+        "recipe lab options.one: weights[0].mount is missing or not a string",
+        "recipe lab options.two is 'text'; needed a mapping",
+        "spark_recipe_options: recipe lab has no option 'three'; known: one, two",
+    ]
+    for value in ("one", ["one", "one"], [1]):
+        wrong = f"spark_recipe_options is {value!r}; needed a list of different names"
+        assert wrong in problems_of(data, hosts(spark_recipe_options=value))
+
+
+def test_the_engine_sees_the_engram_tables_alone() -> None:
+    weights = [{"id": "deepseek-v41-flash-engram", "mount": "/engram"}]
+    plan = plan_of(put(LAB, ("weights",), weights))
+    (entry,) = plan["weights"]
+    assert entry["slim"].startswith(f"{entry['path']}/")
+    mount = {"source": entry["slim"], "target": "/engram", "read_only": True}
+    assert all(mount in rank["mounts"] for rank in plan["ranks"])
+
+
+ENGRAM = {"weights": "deepseek-v41-flash-engram", "format": "pages", "rule": "heads", "mount": "/packed"}
+
+
+def with_engram(**changes: Any) -> dict[str, Any]:
+    weights = [*LAB["weights"], {"id": "deepseek-v41-flash-engram", "mount": "/engram"}]
+    return put(put(LAB, ("weights",), weights), ("engram",), {**ENGRAM, **changes})
+
+
+def test_each_recipe_and_number_of_ranks_packs_engram_tables_of_its_own() -> None:
+    assert plan_of()["engram"] is None
+    data = put(with_engram(), ("nodes", 3), {})
+    two, three = plan_of(data)["engram"], plan_of(data, hosts(3))["engram"]
+    assert two["path"].endswith("/engram/lab-tp2") and three["path"].endswith("/engram/lab-tp3")
+    plan = plan_of(data)
+    assert two["source"] == plan["weights"][1]["slim"] and two["revision"] == plan["weights"][1]["revision"]
+    mount = {"source": two["path"], "target": "/packed", "read_only": True}
+    assert all(mount in rank["mounts"] for rank in plan["ranks"])
+    assert any(two["path"] in line and "format pages" in line for line in recipe.describe(plan))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "fast"}, "recipe lab: engram.format is 'fast'; needed one of dsv41en1, pages"),
+        ({"rule": "columns"}, "recipe lab: engram.rule is 'columns'; needed one of heads, rows"),
+        ({"mount": None}, "recipe lab: engram.mount is missing or not a string"),
+        ({"weights": "x"}, "recipe lab: engram.weights: unknown key 'x'; known: arith-exl3-3bpw, deepseek-v41"),
+    ],
+)
+def test_wrong_engram_is_told(changes: dict[str, Any], message: str) -> None:
+    (problem,) = problems_of(with_engram(**changes))
+    assert problem.startswith(message)
+
+
+def test_ranks_may_differ_in_each_layer() -> None:
+    data = put(LAB, ("head",), {"env": {"A": 1, "B": 1}, "args": {"--x": 1}})
+    data = put(data, ("workers",), {"env": {"A": 2}})
+    data = put(data, ("env", "B"), 0)
+    head, worker = plan_of(data)["ranks"]
+    assert (head["env"]["A"], head["env"]["B"], value_of(head["argv"], "--x")) == ("1", "1", "1")
+    assert (worker["env"]["A"], worker["env"]["B"]) == ("2", "0") and "--x" not in worker["argv"]
+    # A later layer wins over what an earlier one says of a role.
+    changed = hosts(spark_recipe_overrides={"env": {"A": 3}, "workers": {"env": {"B": 4}}})
+    head, worker = plan_of(data, changed)["ranks"]
+    assert (head["env"]["A"], worker["env"]["A"], worker["env"]["B"]) == ("3", "3", "4")
+    wrong = put(LAB, ("workers",), {"smoke": {}})
+    assert problems_of(wrong) == ["recipe lab workers: unknown key 'smoke'; known: env, args"]
+
+
+def test_settings_fill_placeholders_of_their_name() -> None:
+    data = put(put(LAB, ("settings",), {"context": 1024}), ("args", "--max-model-len"), "{context}")
+    assert value_of(plan_of(data)["ranks"][1]["argv"], "--max-model-len") == "1024"
+    smaller = hosts(spark_recipe_overrides={"settings": {"context": 512}})
+    plan = plan_of(data, smaller)
+    assert value_of(plan["ranks"][0]["argv"], "--max-model-len") == "512"
+    assert "settings context: 512  [inventory spark_recipe_overrides]" in recipe.describe(plan)
+    for name in ("port", "hcas", "a b"):
+        (problem,) = problems_of(put(LAB, ("settings",), {name: 1}))
+        assert problem == f"recipe lab: settings key {name!r}; needed a word that is no placeholder of the plan's own"
+
+
+def test_caches_are_writable_and_of_the_recipe() -> None:
+    plan = plan_of(put(LAB, ("container", "caches"), {"/root/.cache/vllm": "vllm"}))
+    mount = {"source": "/var/lib/sparkwright/cache/lab/vllm", "target": "/root/.cache/vllm", "read_only": False}
+    assert all(mount in rank["mounts"] for rank in plan["ranks"])
+
+
+def test_mounted_files_are_named_by_their_content() -> None:
+    plan = plan_of()
+    path = "/var/lib/sparkwright/files/0123456789ab/gate.py"
+    assert plan["files"] == [{"source": "/c/gate.py", "path": path, "target": "/opt/gate.py"}]
+    mount = {"source": path, "target": "/opt/gate.py", "read_only": True}
+    assert all(mount in rank["mounts"] for rank in plan["ranks"])

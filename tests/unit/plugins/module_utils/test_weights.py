@@ -412,13 +412,13 @@ def ask(filesystem: str, need: int, free: int, files: int = 1) -> dict[str, Any]
 
 
 def test_room_is_that_of_each_file_system() -> None:
-    room = weights.room([ask("/a", 600, 1000), ask("/b", 10, 5), ask("/a", 400, 1000, files=2)])
+    room = weights.room([ask("/a", 600, 1000), ask("/b", 10, 5), ask("/a", 400, 1000, files=2)], "spark2")
     assert room["lines"][0].startswith(
-        "/a: 3 file(s) to fetch, 1000 bytes (0.0 GiB); at most 1000 bytes more are needed"
+        "spark2: /a: 3 file(s) to fetch, 1000 bytes (0.0 GiB); at most 1000 bytes more are needed"
     )
     assert len(room["lines"]) == 2
     assert room["problems"] == [
-        "The file system /b is too small for /b/10: 10 - 5 = 5 bytes (0.0 GiB) are missing. Nothing was fetched."
+        "spark2: the file system /b is too small for /b/10: 10 - 5 = 5 bytes (0.0 GiB) are missing"
     ]
-    (problem,) = weights.room([ask("/a", 601, 1000), ask("/a", 400, 1000)])["problems"]
+    (problem,) = weights.room([ask("/a", 601, 1000), ask("/a", 400, 1000)], "spark2")["problems"]
     assert "for /a/601, /a/400: 601 + 400 - 1000 = 1 bytes" in problem
