@@ -88,9 +88,11 @@ def install_packages(packages: list[str]) -> None:
     if os.geteuid() != 0 or not shutil.which("apt-get"):
         raise LabError(f"missing packages; install them and run again: sudo apt-get install {names}")
     say(f"installing Debian packages (they stay): {names}")
-    run("apt-get update", ["apt-get", "update"])
+    # The lab and the acceptance machines may be made at the same time; apt-get would not wait.
+    turn = ["flock", "/run/lock/sparkwright-apt"]
+    run("apt-get update", [*turn, "apt-get", "update"])
     env = {"DEBIAN_FRONTEND": "noninteractive"}
-    run("apt-get install", ["apt-get", "install", "-y", "--no-install-recommends", *packages], **env)
+    run("apt-get install", [*turn, "apt-get", "install", "-y", "--no-install-recommends", *packages], **env)
 
 
 def newest_python() -> str:
