@@ -68,6 +68,7 @@ def molecule() -> list[Part]:
 
 PARTS = [
     Part("controller", [*LAB, "venv"], 600, inside=False),
+    Part("compiler", [*LAB, "compiler"], 300, inside=False),
     # On a fresh machine this builds ZFS for a kernel: minutes of both processors, and nothing waits for it for long.
     Part("machine-image", [*VM, "image"], 3000, inside=False, beside="machines"),
     Part("ruff", ["ruff", "check", "."], 60),
@@ -88,7 +89,7 @@ PARTS = [
 ]
 GROUPS = {
     "lint": ["controller", "ruff", "format", "mypy", "yamllint", "ansible-lint"],
-    "unit": ["controller", "unit"],
+    "unit": ["controller", "compiler", "unit"],
     "acceptance": ["controller", "machine-image", "machines", "acceptance"],
 }
 

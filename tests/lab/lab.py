@@ -122,6 +122,17 @@ def make_venv() -> None:
     marker.touch()
 
 
+def compiler() -> None:
+    """What the kernels' tests compile with. Without it they are skipped, so that it is a wish, not a need."""
+    if shutil.which("c++") and Path("/usr/include/liburing.h").exists():
+        return
+    if os.geteuid() == 0 and shutil.which("apt-get"):
+        LAB.mkdir(exist_ok=True)
+        install_packages(["g++", "liburing-dev"])
+    else:
+        say("tests that compile are skipped; for them: sudo apt-get install g++ liburing-dev")
+
+
 def ask(address: str, method: str, path: str) -> tuple[int, bytes]:
     """Status and body of a request to a Docker engine on a unix socket. Raises OSError."""
     connection = http.client.HTTPConnection("localhost", timeout=60)
@@ -329,6 +340,7 @@ def main() -> int:
     commands.add_parser("up", help="make the lab and deploy to it")
     commands.add_parser("create", help="make the lab's machines only")
     commands.add_parser("venv", help="make the controller's virtual environment only")
+    commands.add_parser("compiler", help="install what the kernels' tests compile with, where this runs as root")
     commands.add_parser("down", help="remove the lab")
     execute = commands.add_parser("exec", help="run a command in the lab's environment")
     execute.add_argument("argv", nargs=argparse.REMAINDER)
@@ -341,6 +353,8 @@ def main() -> int:
                 playbook("site.yml")
         elif args.command == "venv":
             make_venv()
+        elif args.command == "compiler":
+            compiler()
         elif args.command == "down":
             down()
         else:
