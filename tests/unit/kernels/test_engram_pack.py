@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
 import json
 import os
 import random
@@ -250,9 +251,7 @@ def test_what_a_crash_leaves(
     def stopped_after(chunks: int) -> None:
         made.clear()
         stop = threading.Event()
-        with pytest.raises(
-            EngramError, match=rf"found {chunks} of {task.file.chunks} chunks: it was stopped.*run again"
-        ):
+        with pytest.raises(EngramError, match=rf"found \d+ of {task.file.chunks} chunks: it was stopped.*run again"):
             packing.pack([task], None, 1, lambda name, done, total: stop.set() if len(made) == chunks else None, stop)
 
     def again() -> list[int]:
@@ -271,6 +270,11 @@ def test_what_a_crash_leaves(
     stopped_after(3)
     with task.journal.open("ab") as stream:
         stream.write(b"7 0123")
+    assert again() == everything[3:]
+    stopped_after(2)
+    with task.journal.open("ab") as stream:
+        stream.write(b"7 0123")
+    stopped_after(1)  # the line after the one that was cut short counts
     assert again() == everything[3:]
     stopped_after(3)
     with task.journal.open("ab") as stream:
@@ -346,6 +350,20 @@ def copied(model: Path, where: Path) -> Path:
     for path in model.iterdir():
         (os.link if path.suffix == ".safetensors" else shutil.copy)(path, where / path.name)
     return where
+
+
+def test_a_table_of_checksums_that_is_not_of_this_file(tables: Tables, tmp_path: Path) -> None:
+    """Every row is right, and so is the header: verifying all of it looks at the table too."""
+    (task, *_) = tasks(tables, tmp_path, "pages")
+    packing.pack([task])
+    table = bytes(8 * task.file.chunks)
+    with task.path.open("r+b") as stream:
+        stream.write(replace(task.file, table_digest=hashlib.sha256(table).digest()).header())
+        stream.seek(PAGE + task.file.payload_bytes)
+        stream.write(table)
+    for wrong in (lambda: packing.verify(task, None), lambda: packing.verify_checksums(task.path)):
+        with pytest.raises(EngramError, match="delete it and pack it again"):
+            wrong()
 
 
 def changed(tables: Tables, where: Path, dtypes: dict[str, str], rows: int = 0, cut: int = 0) -> Path:
