@@ -83,19 +83,28 @@ def _derived(name: str) -> bool:
     return name.startswith((".", "__pycache__")) or name.endswith((".egg-info", ".so"))
 
 
-def _image(key: str, images_directory: Path, kernels: Path, values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _kernels(directory: Path) -> dict[str, bytes]:
+    """What goes into the kernels package: relative path to content."""
+    paths = [directory / name for name in ("pyproject.toml", "setup.py")]
+    paths += [
+        path
+        for path in sorted((directory / "src").rglob("*"))
+        if path.is_file() and not any(_derived(part) for part in path.relative_to(directory).parts)
+    ]
+    return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
+
+
+def _image(
+    key: str, images_directory: Path, kernels: dict[str, bytes], values: dict[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
     lock = yaml.safe_load((images_directory / "images.lock.yml").read_text())["images"]
     if key not in lock:
         return {}, [f"unknown image {key!r}; known: {', '.join(sorted(lock))}"]
     entry = lock[key]
     context = images_directory / entry["context"]
-    names = ("Dockerfile", entry["requirements"])
-    files = {name: context / name for name in names}
-    files.update({f"kernels/{name}": kernels / name for name in ("pyproject.toml", "setup.py")})
-    for path in sorted((kernels / "src").rglob("*")):
-        if path.is_file() and not any(_derived(part) for part in path.relative_to(kernels).parts):
-            files[f"kernels/{path.relative_to(kernels)}"] = path
-    tag = images.content_tag({name: path.read_bytes() for name, path in files.items()}, entry)
+    inputs = {name: (context / name).read_bytes() for name in ("Dockerfile", entry["requirements"])}
+    inputs.update({f"kernels/{name}": content for name, content in kernels.items()})
+    tag = images.content_tag(inputs, entry)
     base_archive = str(values.get("spark_image_base_archive", ""))
     wheelhouse = str(values.get("spark_image_wheelhouse", ""))
     return {"name": f"sparkwright/{key}:{tag}", **entry, "base_archive": base_archive, "wheelhouse": wheelhouse}, []
@@ -121,12 +130,13 @@ class LookupModule(LookupBase):
         if not data:
             return [{"plan": None, "problems": problems + cluster.check(hosts)[2]}]
         engine, problems = _read(directory / "engines", "engine", str(data.get("engine")))
+        kernels = _kernels(Path(self.get_option("kernels_directory")))
         engine["files"], more = _files(engine, directory / "mounted")
         problems += more
         image, more = _image(
             str(data.get("image")),
             Path(self.get_option("images_directory")),
-            Path(self.get_option("kernels_directory")),
+            kernels,
             values,
         )
         problems += more
@@ -136,5 +146,7 @@ class LookupModule(LookupBase):
         problems += more
         if problems:
             return [{"plan": None, "problems": problems + recipe.problems(data, hosts)}]
-        plan, problems = recipe.resolve(data, engine, hosts, image, fabric, catalog, load_extra_vars(self._loader))
+        plan, problems = recipe.resolve(
+            data, engine, hosts, image, fabric, catalog, load_extra_vars(self._loader), images.content_tag(kernels, {})
+        )
         return [{"plan": plan.to_dict() if plan else None, "problems": problems}]

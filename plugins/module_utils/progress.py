@@ -22,7 +22,10 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB")
 
 @dataclass(frozen=True)
 class Sample:
-    """Where the work is: bytes done of `total_bytes`, bytes a second over the last seconds, None where unknown yet."""
+    """Where the work is: bytes done of `total_bytes`, bytes a second over the last seconds, None where unknown yet.
+
+    Without `total_bytes` it is a step that nobody can measure.
+    """
 
     what: str
     done_bytes: int
@@ -35,7 +38,9 @@ class Sample:
 
     def line(self) -> str:
         """One line for a person: `fetching 1.2 of 4.0 GiB (30 %), 110.0 MiB/s, 26 s left`."""
-        share = 100 * self.done_bytes // self.total_bytes if self.total_bytes else 100
+        if not self.total_bytes:
+            return self.what
+        share = 100 * self.done_bytes // self.total_bytes
         text = f"{self.what} {_pair(self.done_bytes, self.total_bytes)} ({share} %)"
         if self.rate is None:
             return text
@@ -97,8 +102,8 @@ class Progress:
         self._ended = threading.Event()
         self._thread: Optional[threading.Thread] = None
 
-    def begin(self, what: str, total_bytes: int, measure: Optional[Callable[[], int]] = None) -> None:
-        """Begin a piece of work: what it is called, and its bytes in all."""
+    def begin(self, what: str, total_bytes: int = 0, measure: Optional[Callable[[], int]] = None) -> None:
+        """Begin a piece of work: what it is called, and its bytes in all (0: none that can be counted)."""
         with self._lock:
             self._what, self._total, self._done, self._measure = what, total_bytes, 0, measure
             self._seen.clear()

@@ -103,11 +103,13 @@ class Weights:
 class Engram:
     """The packed Engram tables: each rank packs its own rows of the tables in `source` into `path` on its node.
 
-    `path` is that of this recipe and number of ranks alone, since files of other splits have the same names.
+    `path` is that of a format, rule and number of ranks below `root`, which is this recipe's alone: files of other
+    splits have the same names.
     """
 
     source: str
     revision: str
+    root: str
     path: str
     format: str
     rule: str
@@ -159,6 +161,7 @@ class Plan:
     health_path: str
     data_dir: str
     files: List[Dict[str, str]]
+    kernels: str
     ranks: List[Rank]
     sources: Dict[str, str] = field(default_factory=dict)
 
@@ -398,7 +401,7 @@ def _weights(
 
 
 def _engram(
-    recipe: Mapping[str, Any], weights: Sequence[Weights], directory: str
+    recipe: Mapping[str, Any], weights: Sequence[Weights], root: str, ranks: int
 ) -> Tuple[Optional[Engram], List[str]]:
     """Where the recipe's packed tables lie and what they are made of; None where it has none."""
     wanted = recipe.get("engram")
@@ -407,7 +410,8 @@ def _engram(
     how = {key: wanted[key] for key in ("format", "rule", "mount")}
     for entry in weights:
         if entry.id == wanted["weights"]:
-            return Engram(entry.slim or entry.path, entry.revision, directory, **how), []
+            path = f"{root}/{how['format']}-{how['rule']}-tp{ranks}"
+            return Engram(entry.slim or entry.path, entry.revision, root, path, **how), []
     known = [entry.id for entry in weights]
     return None, [f"recipe {recipe['id']}: engram.weights: {_unknown(wanted['weights'], known)}"]
 
@@ -459,6 +463,7 @@ def resolve(
     fabric: Mapping[str, Any],
     catalog: Mapping[str, Any],
     extra_vars: Collection[str] = (),
+    kernels: str = "",
 ) -> Tuple[Optional[Plan], List[str]]:
     """One plan, or every problem at once.
 
@@ -466,7 +471,7 @@ def resolve(
     with `files` as a list of source, digest and target;
     `image` tells name and build of the image (keys of images.lock.yml plus `name`); `fabric` is the data file of what
     the cabling asks for; `catalog` that of all weights by id; `extra_vars` names the variables that were given with
-    -e, for the sources.
+    -e, for the sources; `kernels` is the tag of our package's content.
     """
 
     def origin(name: str) -> str:
@@ -505,7 +510,7 @@ def resolve(
 
     data_dir = cluster["spark_data_dir"]
     weights, found = _weights(recipe, catalog, cluster)
-    engram, wrong = _engram(recipe, weights, f"{data_dir}/engram/{recipe['id']}-tp{world_size}")
+    engram, wrong = _engram(recipe, weights, f"{data_dir}/engram/{recipe['id']}", world_size)
     found += wrong
     files = [
         {
@@ -540,7 +545,7 @@ def resolve(
         }
         mounts = [{"source": entry.slim or entry.path, "target": entry.mount, "read_only": True} for entry in weights]
         if engram:
-            mounts.append({"source": engram.path, "target": engram.mount, "read_only": True})
+            mounts.append({"source": engram.root, "target": engram.mount, "read_only": True})
         mounts += [{"source": entry["path"], "target": entry["target"], "read_only": True} for entry in files]
         for target, name in container.get("caches", {}).items():
             source = f"{data_dir}/cache/{recipe['id']}/{name}"
@@ -590,6 +595,7 @@ def resolve(
         health_path=engine["health_path"],
         data_dir=data_dir,
         files=files,
+        kernels=kernels,
         ranks=ranks,
         sources=sources,
     )

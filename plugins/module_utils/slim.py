@@ -28,7 +28,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ansible_collections.sparkwright.dsv41.plugins.module_utils.weights import FileEntry, FileFinding, flush, is_full
+from ansible_collections.sparkwright.dsv41.plugins.module_utils.weights import (
+    FileEntry,
+    FileFinding,
+    flush,
+    is_full,
+    leave_memory,
+)
 
 INDEX_NAME = "model.safetensors.index.json"
 CONFIG_NAME = "config.json"
@@ -55,7 +61,8 @@ class SlimPlan:
 
     ``shards`` are the names to have, ``size`` their bytes together and ``tensors`` what the index names. ``link``,
     ``write`` and ``remove`` are what ``apply`` has to do: shards to put in place, other files to write, files of ours
-    that are no longer part of it. ``copy_bytes`` is the room that copies take. ``before`` and ``after`` are for people.
+    that are no longer part of it. ``gone`` are the names of shards that are no longer part of it, also of those that an
+    interrupted run removed. ``copy_bytes`` is the room that copies take. ``before`` and ``after`` are for people.
     """
 
     source: str
@@ -69,6 +76,7 @@ class SlimPlan:
     link: tuple[str, ...]
     write: tuple[str, ...]
     remove: tuple[str, ...]
+    gone: tuple[str, ...]
     unfinished: bool
     copy_bytes: int
     before: dict[str, Any]
@@ -130,7 +138,8 @@ def plan_slim(
             needed = "nothing, or a directory that was made so before"
             findings.append(FileFinding(path, "a file that is not ours", needed))
     kept = {*wanted.shards, *content}
-    stale = sorted(ours - kept) + [_aside(name) for name in sorted(ours | kept | {STATE_NAME})]
+    gone = sorted(ours - kept)
+    stale = gone + [_aside(name) for name in sorted(ours | kept | {STATE_NAME})]
     remove = tuple(name for name in stale if os.path.lexists(os.path.join(dest, name)))
     copy_bytes = sum(wanted.shards[name].st_size for name in link) if copy else 0
     findings += _where_to(source, dest, {name: wanted.shards[name] for name in link}, copy_bytes, copy)
@@ -152,6 +161,7 @@ def plan_slim(
         link=link,
         write=write,
         remove=remove,
+        gone=tuple(gone),
         unfinished=unfinished,
         copy_bytes=copy_bytes,
         before={"index": old_index, "shards": sizes},
@@ -168,7 +178,10 @@ def apply(plan: SlimPlan) -> None:
         return
     os.makedirs(plan.dest, exist_ok=True)
     dest = plan.dest
-    state = {"format": _STATE_FORMAT, "files": sorted({*plan.shards, *plan.remove, CONFIG_NAME, INDEX_NAME})}
+    state = {
+        "format": _STATE_FORMAT,
+        "files": sorted({*plan.shards, *plan.remove, *plan.gone, CONFIG_NAME, INDEX_NAME}),
+    }
     try:
         _put(dest, STATE_NAME, (json.dumps(state) + "\n").encode())
         if plan.link or plan.remove:
@@ -176,6 +189,7 @@ def apply(plan: SlimPlan) -> None:
             flush(dest)
         for name in plan.remove:
             _remove(os.path.join(dest, name))
+        _remove_empty_folders(dest, plan.gone)
         for name in plan.link:
             _put_shard(plan, name)
         # The index also when it was right: it may have been taken away.
@@ -423,6 +437,8 @@ def _put_shard(plan: SlimPlan, name: str) -> None:
             shutil.copyfile(source, aside, follow_symlinks=False)
             shutil.copystat(source, aside, follow_symlinks=False)
             flush(aside)
+            for path in (source, aside):
+                leave_memory(path)
         except OSError:
             _remove(aside)
             raise
@@ -440,6 +456,21 @@ def _put_shard(plan: SlimPlan, name: str) -> None:
             raise SlimError(f"{plan.dest} cannot be made of {plan.source}:", [finding]) from error
     os.rename(aside, target)
     flush(os.path.dirname(target))
+
+
+def _remove_empty_folders(dest: str, names: Iterable[str]) -> None:
+    """Remove the folders below ``dest`` that led to these files and hold nothing any more, the innermost first."""
+    folders: set[str] = set()
+    for name in names:
+        parts = name.split("/")[:-1]
+        folders.update("/".join(parts[: count + 1]) for count in range(len(parts)))
+    for folder in sorted(folders, key=len, reverse=True):
+        path = os.path.join(os.path.realpath(dest), folder)
+        # Through a link it would be a folder somewhere else.
+        if os.path.realpath(path) == path:
+            with suppress(OSError):
+                os.rmdir(path)
+                flush(os.path.dirname(path))
 
 
 def _put(folder: str, name: str, data: bytes) -> None:

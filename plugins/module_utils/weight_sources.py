@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -21,15 +25,22 @@ from ansible_collections.sparkwright.dsv41.plugins.module_utils.weights import (
     Receipt,
     ReceiptError,
     explain_status,
+    file_digest,
     is_full,
+    leave_memory,
     parse_receipt,
     read_receipt,
 )
 
 # Seconds for the one answer that lists the files; file transfers have the client's own limits.
 LIST_TIMEOUT = 30
+# Answers that pass, and the seconds before each new try, unless the hub says how many: as the client has it for files.
+_PASSING = (429, 500, 502, 503, 504)
+_AGAIN_S = (1, 2, 4, 8, 8)
 # Seconds without a byte after which a copy from another node is given up.
 _STALL_S = 120
+# Seconds that another node's server gets to end.
+_END_S = 10
 # Below the destination: nothing in it is a file of the repository.
 SCRATCH = os.path.join(".cache", "sparkwright")
 
@@ -46,8 +57,8 @@ class Source(Protocol):
     def probe(self, path: str) -> None:
         """Find out whether files may be had at all, before each is tried."""
 
-    def fetch(self, path: str) -> None:
-        """Bring one file to its place, which is empty."""
+    def fetch(self, entry: FileEntry) -> str | None:
+        """Bring one file to its place, which is empty. The digest of its bytes, where they were read on the way."""
 
     def close(self) -> None:
         """End what the source started, remove what it needed."""
@@ -79,14 +90,22 @@ class WebPage(Exception):
 class HubSource:
     """The few calls to huggingface_hub, with its many exceptions turned into Trouble.
 
-    ``scratch`` is a private directory for all that the client would otherwise keep in the user's home.
+    ``scratch`` is a private directory for all that the client would otherwise keep in the user's home. ``tell`` is told
+    what is being done, or waited for, before files come.
     """
 
     def __init__(
-        self, repo: str, revision: str, dest: str, endpoint: str | None, token: str | None, scratch: str
+        self,
+        repo: str,
+        revision: str,
+        dest: str,
+        endpoint: str | None,
+        token: str | None,
+        scratch: str,
+        tell: Callable[[str], None],
     ) -> None:
         self.repo, self.revision, self.dest, self.scratch = repo, revision, dest, scratch
-        self.token = token
+        self.token, self.tell = token, tell
         # The token is an argument of each call. Nothing that others left on the node may take its place, none is
         # stored, and nobody but the endpoint is told about this run.
         for name in "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE":
@@ -118,11 +137,13 @@ class HubSource:
         set_client_factory(lambda: client_class(event_hooks=hooks, follow_redirects=True, timeout=None))
 
     def files(self) -> tuple[FileEntry, ...]:
-        try:
-            api = self.hub.HfApi(endpoint=self.endpoint, token=self.token or False)
-            info = api.model_info(self.repo, revision=self.revision, files_metadata=True, timeout=LIST_TIMEOUT)
-        except Exception as error:
-            raise self._trouble(error) from error
+        api = self.hub.HfApi(endpoint=self.endpoint, token=self.token or False)
+
+        def ask() -> Any:
+            self.tell("asking the hub")
+            return api.model_info(self.repo, revision=self.revision, files_metadata=True, timeout=LIST_TIMEOUT)
+
+        info = self._patiently(ask)
         if info.sha != self.revision:
             raise Trouble(f"{self.endpoint} answers with commit {info.sha} instead of {self.revision}", stop=True)
         try:
@@ -138,14 +159,31 @@ class HubSource:
             raise Trouble(f"The listing of {self.endpoint} cannot be used: {error}", stop=True) from error
 
     def probe(self, path: str) -> None:
-        try:
-            url = self.hub.hf_hub_url(self.repo, path, revision=self.revision, endpoint=self.endpoint)
-            self.hub.get_hf_file_metadata(url, token=self.token or False, timeout=LIST_TIMEOUT)
-        except Exception as error:
-            raise self._trouble(error, path) from error
+        url = self.hub.hf_hub_url(self.repo, path, revision=self.revision, endpoint=self.endpoint)
 
-    def fetch(self, path: str) -> None:
-        self._download(path, self.dest)
+        def ask() -> None:
+            self.tell("asking the hub")
+            self.hub.get_hf_file_metadata(url, token=self.token or False, timeout=LIST_TIMEOUT)
+
+        self._patiently(ask, path)
+
+    def _patiently(self, ask: Callable[[], Any], path: str = "") -> Any:
+        """What the hub answers; it is asked again while it is busy, as the client does by itself for downloads only."""
+        for seconds in (*_AGAIN_S, 0):
+            try:
+                return ask()
+            except Exception as error:
+                responses = [getattr(link, "response", None) for link in _chain(error)]
+                response = next((each for each in responses if each is not None), None)
+                if not seconds or response is None or response.status_code not in _PASSING:
+                    raise self._trouble(error, path) from error
+                wait = _wait_s(response.headers, seconds)
+                self.tell(f"the hub answers {response.status_code}, asking again in {wait} s")
+                time.sleep(wait)
+        raise AssertionError("the last try returns or raises")
+
+    def fetch(self, entry: FileEntry) -> None:
+        self._download(entry.path, self.dest)
 
     def read(self, path: str) -> bytes:
         folder = os.path.join(self.scratch, "files")
@@ -172,12 +210,7 @@ class HubSource:
 
     def _trouble(self, error: BaseException, path: str = "") -> Trouble:
         """Say what went wrong in words that lead somewhere; the client wraps causes, so the chain is searched."""
-        chain: list[BaseException] = []
-        link: BaseException | None = error
-        while link is not None and link not in chain:
-            chain.append(link)
-            link = link.__cause__
-        for link in chain:
+        for link in _chain(error):
             if is_full(link):
                 return NoRoom(str(link))
             if isinstance(link, WebPage):
@@ -215,6 +248,23 @@ class HubSource:
             if isinstance(link, json.JSONDecodeError) or "FileMetadataError" in names:
                 return Trouble(f"{self.endpoint} does not answer as a model hub does ({link})", stop=True)
         return Trouble(f"{type(error).__name__}: {error}", stop=False)
+
+
+def _chain(error: BaseException | None) -> list[Any]:
+    """The error and its causes."""
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__
+    return chain
+
+
+def _wait_s(headers: Any, otherwise: int) -> int:
+    """Seconds that an answer asks to wait: in Retry-After, or as the hub has it, `RateLimit: "api";r=0;t=55`."""
+    match = re.fullmatch(r"\s*(\d{1,6})\s*", headers.get("Retry-After", ""), re.ASCII)
+    match = match or re.search(r";\s*r=0;\s*t=(\d{1,6})", headers.get("RateLimit", ""), re.ASCII)
+    # One more, since they are rounded.
+    return int(match[1]) + 1 if match else otherwise
 
 
 def _refuse_web_page(response: Any) -> None:
@@ -277,11 +327,13 @@ class DirectorySource:
         if os.path.realpath(self.path) == os.path.realpath(self.dest):
             raise Trouble("source_dir is dest itself.", stop=True)
 
-    def fetch(self, path: str) -> None:
-        part = _begun(self.dest, path)
+    def fetch(self, entry: FileEntry) -> None:
+        part = _begun(self.dest, entry.path)
+        source = os.path.join(self.path, entry.path)
         try:
-            shutil.copyfile(os.path.join(self.path, path), part)
-            _put(part, self.dest, path)
+            shutil.copyfile(source, part)
+            leave_memory(source)
+            _put(part, self.dest, entry.path)
         except OSError as error:
             with suppress(OSError):
                 remove(part)
@@ -302,14 +354,18 @@ class PeerSource:
     """
 
     def __init__(
-        self, ssh: Sequence[str], name: str, dest: str, repo: str, revision: str, include: Sequence[str]
+        self, ssh: Sequence[str], name: str, fetches: bool, dest: str, repo: str, revision: str, include: Sequence[str]
     ) -> None:
-        self.ssh, self.name, self.dest = list(ssh), name, dest
+        """``fetches``: files will be asked for, not just what there is."""
+        self.ssh, self.name, self.fetches, self.dest = list(ssh), name, fetches, dest
         self.wanted = (repo, revision, include)
         self.server: subprocess.Popen[bytes] | None = None
         self.url, self.password = "", ""
 
     def files(self) -> tuple[FileEntry, ...]:
+        if self.fetches:
+            # Meanwhile: each login takes its time.
+            self._start()
         result = subprocess.run([*self.ssh, f"receipt {self.name}"], capture_output=True, check=False, text=True)
         if result.returncode != 0:
             raise Trouble(
@@ -326,27 +382,41 @@ class PeerSource:
     def read(self, path: str) -> bytes:
         raise Trouble(f"{path} is joined already where it comes from", stop=True)
 
+    def _start(self) -> subprocess.Popen[bytes]:
+        if self.server is None:
+            pipe = subprocess.PIPE
+            self.server = subprocess.Popen([*self.ssh, f"weights {self.name}"], stdin=pipe, stdout=pipe, stderr=pipe)
+        return self.server
+
     def probe(self, path: str) -> None:
-        self.server = subprocess.Popen(
-            [*self.ssh, f"weights {self.name}"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        assert self.server.stdout is not None and self.server.stderr is not None
-        answer = self.server.stdout.readline().decode(errors="replace").split()
+        if self.url:
+            return
+        server = self._start()
+        assert server.stdout is not None and server.stderr is not None
+        answer = server.stdout.readline().decode(errors="replace").split()
         if len(answer) != 3:
-            said = _last(self.server.stderr.read().decode(errors="replace"))
+            said = _last(server.stderr.read().decode(errors="replace"))
             raise Trouble(f"The head does not serve {self.name}: {said}", stop=True)
         address, port, self.password = answer
         self.url = f"rsync://sparkwright@{address}:{port}/weights"
 
-    def fetch(self, path: str) -> None:
-        part = _begun(self.dest, path)
-        # Appending goes on where a broken transfer ended, even one that was killed; the digest proves the result.
-        argv = ["rsync", "--times", "--inplace", "--append", f"--timeout={_STALL_S}", f"{self.url}/{path}", part]
+    def fetch(self, entry: FileEntry) -> str | None:
+        part = _begun(self.dest, entry.path)
+        with open(part, "ab") as stream:
+            begun = stream.tell() > 0
+        # Appending goes on where a broken transfer ended, even one that was killed. Without one a file is written once,
+        # front to back, so that it can be hashed as it grows; rsync's own checksum would prove nothing more.
+        how = ["--append"] if begun else ["--whole-file", "--checksum-choice=none"]
+        argv = ["rsync", "--times", "--inplace", *how, f"--timeout={_STALL_S}", f"{self.url}/{entry.path}", part]
         env = {**os.environ, "RSYNC_PASSWORD": self.password}
-        result = subprocess.run(argv, capture_output=True, check=False, text=True, env=env)
+        whole = threading.Event()
+        with ThreadPoolExecutor(1) as pool:
+            kind = entry.digest.split(":")[0]
+            reading = None if begun else pool.submit(file_digest, part, kind, entry.size, whole=whole)
+            try:
+                result = subprocess.run(argv, capture_output=True, check=False, text=True, env=env)
+            finally:
+                whole.set()
         if result.returncode != 0:
             said = f"rsync from the head failed (exit code {result.returncode})"
             # 11: error in file input or output, which is how rsync says that the disk is full.
@@ -354,7 +424,8 @@ class PeerSource:
                 raise NoRoom(said)
             raise Trouble(f"{said}: {_last(result.stderr)}", stop=False)
         try:
-            _put(part, self.dest, path)
+            _put(part, self.dest, entry.path)
+            return reading.result() if reading else None
         except OSError as error:
             if is_full(error):
                 raise NoRoom(str(error)) from error
@@ -363,8 +434,12 @@ class PeerSource:
     def close(self) -> None:
         if self.server is None:
             return
-        self.server.terminate()
-        self.server.communicate()
+        try:
+            # It ends by itself, and cleans up, once its input has ended.
+            self.server.communicate(timeout=_END_S)
+        except subprocess.TimeoutExpired:
+            self.server.terminate()
+            self.server.communicate()
 
 
 def _last(text: str) -> str:

@@ -20,6 +20,7 @@ import os
 import re
 import stat
 import struct
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}|git-sha1:[0-9a-f]{40}")
 _READ_BYTES = 8 * 1024 * 1024
+# Seconds until a file that grows is looked at again.
+_GROW_S = 0.02
 # The format's own limit is 100 MB; a longer header is not one.
 _SAFETENSORS_HEADER_BYTES = 100_000_000
 
@@ -186,18 +189,30 @@ def assemble(files: Iterable[FileEntry], parts: Mapping[str, Sequence[str]], dig
     return sorted([*by_path.values(), *joined], key=lambda item: str(item.path))
 
 
-def file_digest(path: str, kind: str, size: int, on_bytes: Callable[[int], None] | None = None) -> str:
+def file_digest(
+    path: str,
+    kind: str,
+    size: int,
+    on_bytes: Callable[[int], None] | None = None,
+    whole: threading.Event | None = None,
+) -> str:
     """The digest of a file; ``kind`` is ``sha256`` or ``git-sha1``, ``size`` its bytes. Raises OSError.
 
     ``on_bytes`` is told how many bytes were read since the last time. What was read leaves the page cache, which on a
-    node with one memory for all is the engine's.
+    node with one memory for all is the engine's. A file that somebody else appends to is read as it grows until
+    ``whole`` is set.
     """
     digest = hashlib.sha256() if kind == "sha256" else hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
     buffer = memoryview(bytearray(_READ_BYTES))
     offset = 0
     with open(path, "rb", buffering=0) as stream:
         while True:
+            # Before reading: what came until then is read.
+            last = whole is None or whole.is_set()
             count = stream.readinto(buffer)
+            if not count and whole is not None and not last:
+                whole.wait(_GROW_S)
+                continue
             if not count:
                 return f"{kind}:{digest.hexdigest()}"
             digest.update(buffer[:count])
@@ -213,6 +228,16 @@ def release(descriptor: int, offset: int = 0, count: int = 0) -> None:
     if hasattr(os, "posix_fadvise"):
         with suppress(OSError):
             os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_DONTNEED)
+
+
+def leave_memory(path: str) -> None:
+    """Tell the system that a file, which is on the disk by now, is not needed in memory. Never fails."""
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            release(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def safetensors_size(path: str) -> int:
@@ -246,11 +271,13 @@ def check_file(
     rehash: bool = False,
     size_only: bool = False,
     on_bytes: Callable[[int], None] | None = None,
+    digest: str | None = None,
 ) -> Checked:
     """Compare one file below ``root`` with its manifest entry.
 
     Size first, then the digest, which is left out when the receipt vouches for the file and ``rehash`` is false, or
-    when ``size_only`` asks for no more. ``on_bytes`` counts the bytes dealt with.
+    when ``size_only`` asks for no more. ``on_bytes`` counts the bytes dealt with. ``digest`` is that of the bytes that
+    the file was just written with, where somebody read them meanwhile: then it is not read again.
     A file whose digest is right is still a finding when it is a safetensors file shorter or longer than its header
     says: then the repository itself holds half a file. Raises OSError when an existing file cannot be read.
     """
@@ -273,7 +300,7 @@ def check_file(
         found = "a web page of " if _is_web_page(path) else ""
         finding = FileFinding(entry.path, found + _amount(status.st_size), _amount(entry.size))
     else:
-        found = file_digest(path, entry.digest.split(":")[0], entry.size, on_bytes)
+        found = digest or file_digest(path, entry.digest.split(":")[0], entry.size, on_bytes)
         if found != entry.digest:
             found += " (a web page)" if _is_web_page(path) else ""
             finding = FileFinding(entry.path, found, entry.digest)

@@ -128,7 +128,7 @@ options:
 requirements:
   - huggingface_hub 2.4 or newer, in the interpreter that runs the module; not when O(source_dir) or O(peer) is set or
     the receipt is intact
-  - rsync, on both nodes, when O(peer) is set
+  - rsync 3.1.3 or newer, on both nodes, when O(peer) is set
 notes:
   - Run it with the virtual environment that has C(huggingface_hub), by setting C(ansible_python_interpreter) for the
     task.
@@ -279,6 +279,7 @@ from ansible_collections.sparkwright.dsv41.plugins.module_utils.weights import (
     is_commit,
     is_full,
     is_repo,
+    leave_memory,
     links_in_the_way,
     read_receipt,
     receipt_size,
@@ -339,7 +340,8 @@ class Run:
             if request.source_dir is not None:
                 self._source = DirectorySource(request.source_dir, *commit)
             elif request.peer is not None:
-                self._source = PeerSource(request.peer["ssh"], request.peer["name"], *commit)
+                peer = request.peer
+                self._source = PeerSource(peer["ssh"], peer["name"], not self.module.check_mode, *commit)
             else:
                 self._source = self._hub()
             self._ends.callback(self._source.close)
@@ -349,7 +351,15 @@ class Run:
         request = self.request
         scratch = self._ends.enter_context(tempfile.TemporaryDirectory(prefix="weights-", dir=self.module.tmpdir))
         try:
-            return HubSource(request.repo, request.revision, request.dest, request.endpoint, request.token, scratch)
+            return HubSource(
+                request.repo,
+                request.revision,
+                request.dest,
+                request.endpoint,
+                request.token,
+                scratch,
+                self.progress.begin,
+            )
         except Missing as missing:
             reason = (
                 "to fetch weights. Set ansible_python_interpreter of this task to the virtual environment that has it"
@@ -561,10 +571,11 @@ class Run:
                 try:
                     # The client would keep a file that is there, right or wrong.
                     remove(target)
-                    self.source.fetch(entry.path)
-                    result = check_file(request.dest, entry, rehash=True)
+                    digest = self.source.fetch(entry)
+                    result = check_file(request.dest, entry, rehash=True, digest=digest)
                     if result.finding is None:
                         flush(target)
+                        leave_memory(target)
                         return result
                 except Trouble as trouble:
                     if trouble.stop:

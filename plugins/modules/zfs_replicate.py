@@ -96,6 +96,9 @@ options:
     type: list
     elements: str
     default: [zfs]
+  progress:
+    description: File to tell in how far the run is; set by the action plugin.
+    type: path
 """
 
 EXAMPLES = r"""
@@ -196,6 +199,7 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, No
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.sparkwright.dsv41.plugins.module_utils import zfs
 from ansible_collections.sparkwright.dsv41.plugins.module_utils.findings import Finding
+from ansible_collections.sparkwright.dsv41.plugins.module_utils.progress import Progress
 
 BLOCK = 1024 * 1024
 # Linux; Python names it from 3.10 on.
@@ -325,13 +329,11 @@ def transfer(send: Sequence[str], receive: Sequence[str], on_bytes: Callable[[in
 class Replication:
     """One run of the module on one node."""
 
-    # Called with bytes moved and bytes expected while a stream runs.
-    progress: Optional[Callable[[int, int], None]] = None
-
     def __init__(self, module: AnsibleModule) -> None:
         self.module = module
         params: Dict[str, Any] = module.params
         self.check: bool = module.check_mode
+        self.progress = Progress("" if module.check_mode else params["progress"] or "")
         self.dataset: str = params["dataset"]
         self.wanted = {name: zfs.plain(value) for name, value in params["properties"].items()}
         if params["state"] == "received":
@@ -376,6 +378,8 @@ class Replication:
         except Interrupted as error:
             found = f"signal {error} while {self.commands[-1] if self.commands else 'looking'}"
             self.fail([zfs.Problem("zfs.interrupted", found, "a run to the end", "run again: what came is kept")])
+        finally:
+            self.progress.close()
 
     # Results
 
@@ -470,6 +474,7 @@ class Replication:
         self.commands.append(" ".join(["zfs", *words]))
         if self.check:
             return True
+        self.progress.begin(f"zfs {words[0]}")
         rc, out, err = self.call([*self.zfs, *words])
         if rc and not (tolerate and re.search(tolerate, err)):
             raise Failed(zfs.complaint(["zfs", *words], rc, err or out))
@@ -477,6 +482,7 @@ class Replication:
 
     def request(self, *words: str) -> str:
         """The source's answer."""
+        self.progress.begin(f"asking the source ({words[0]})")
         rc, out, err = self.call([*self.module.params["source"]["ssh"], " ".join(words)])
         if rc:
             raise Failed(self.refusal(rc, " ".join((err or out).split()), " ".join(words)))
@@ -525,6 +531,7 @@ class Replication:
         """Bytes that were written since a snapshot, 0 when no file differs from it: to mount is to write too."""
         written = self.written_since(snapshot)
         if 0 < written <= TRIFLE:
+            self.progress.begin(f"comparing with {snapshot.name}")
             # Needs a mounted dataset, and root or the right to diff.
             rc, out, _ = self.call([*self.zfs, "diff", "-H", f"{self.dataset}@{snapshot.name}"])
             if rc == 0 and not out.strip():
@@ -533,6 +540,7 @@ class Replication:
 
     def sync(self) -> None:
         """Have what was written counted: ZFS counts only what is on the disk."""
+        self.progress.begin("flushing what was written")
         os.sync()
         if self.zpool:
             self.call([*self.zpool, "sync", self.dataset.split("/")[0]])
@@ -834,6 +842,8 @@ class Replication:
             self.set_properties()
             if not self.check and self.empty() is not True:
                 raise Failed(zfs.foreign(zfs.Receiver(self.dataset, True, self.snapshots)))
+        if transfers:
+            self.progress.begin(f"receiving {self.dataset}", self.result["size_bytes"])
         for each in transfers:
             self.move(each)
             if self.result["action"] == "nothing":
@@ -863,8 +873,7 @@ class Replication:
             nonlocal arrived
             arrived += size
             self.moved += size
-            if self.progress:
-                self.progress(self.moved, self.result["size_bytes"])
+            self.progress.add(size)
 
         ends = transfer([*self.module.params["source"]["ssh"], each.request], [*self.zfs, *each.words], count)
         if ends.sender == 0 and ends.receiver == 0:
@@ -905,6 +914,7 @@ def main() -> None:
             "force_rollback": {"type": "bool", "default": False},
             "destroy_newer": {"type": "bool", "default": False},
             "zfs": {"type": "list", "elements": "str", "default": ["zfs"]},
+            "progress": {"type": "path"},
         },
         required_if=[("state", "received", ["source"])],
         supports_check_mode=True,

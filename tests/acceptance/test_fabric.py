@@ -5,53 +5,20 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from machines import HOSTS, INVENTORY, Outcome, playbook, ssh
+from vm import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-HOSTS = ("spark1", "spark2")
 HCAS = "=rocep1s0f0:1,roceP2p1s0f0:1"
 NETDEVS = ("enp1s0f0np0", "enP2p1s0f0np0")
 OURS = "/etc/netplan/90-sparkwright-fabric.yaml"
-
-
-def vm(command: str) -> None:
-    subprocess.run([sys.executable, "tests/acceptance/vm.py", command], cwd=ROOT, check=True, timeout=1500)
-
-
-def ssh(host: str, command: str, check: bool = True) -> str:
-    argv = ["ssh", "-F", str(ROOT / ".vm/ssh_config"), "-o", "BatchMode=yes", host, command]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=180, check=False)
-    assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
-    return done.stdout + done.stderr
-
-
-def on_both(command: str) -> dict[str, str]:
-    with ThreadPoolExecutor() as pool:
-        return dict(zip(HOSTS, pool.map(lambda host: ssh(host, command), HOSTS), strict=True))
-
-
-class Outcome:
-    def __init__(self, done: subprocess.CompletedProcess[str]) -> None:
-        self.rc, self.text = done.returncode, " ".join(f"{done.stdout}{done.stderr}".split())
-
-    @property
-    def changed(self) -> list[int]:
-        return [int(count) for count in re.findall(r"spark\d : ok=\d+ changed=(\d+)", self.text)]
-
-
-def playbook(name: str, *arguments: str) -> Outcome:
-    argv = ["ansible-playbook", name, "-i", "tests/acceptance/inventory", *arguments]
-    return Outcome(subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False))
 
 
 def fabric(*arguments: str) -> Outcome:
@@ -75,14 +42,6 @@ def pingpong(indexes: dict[str, int]) -> bool:
     with ThreadPoolExecutor() as pool:
         ends = list(pool.map(lambda end: ssh(*end), [("spark1", server), ("spark2", client)]))
     return all("rc=0" in end for end in ends)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def machines() -> Iterator[None]:
-    vm("up")
-    vm("reset")
-    yield
-    vm("down")
 
 
 def test_rails_are_found_and_proven() -> None:
@@ -116,7 +75,7 @@ def test_an_address_change_moves_the_index_and_the_next_run_follows() -> None:
     assert outcome.rc == 0, outcome.text
     after = record("spark1")["rails"][0]["gid_index"]
     assert after != before
-    assert ssh("spark1", f"cat /sys/class/infiniband/rocep1s0f0/ports/1/gids/{after}").strip().endswith("0a4d:0001")
+    assert ssh("spark1", f"cat /sys/class/infiniband/rocep1s0f0/ports/1/gids/{after}").endswith("0a4d:0001")
     assert pingpong({"spark1": after, "spark2": record("spark2")["rails"][0]["gid_index"]})
     assert not pingpong({"spark1": before, "spark2": record("spark2")["rails"][0]["gid_index"]})
 
@@ -195,15 +154,15 @@ def test_netplan_is_written_applied_and_kept(rails: list[str]) -> None:
 def test_what_nobody_confirms_is_taken_back() -> None:
     before, content = addresses("spark1"), ssh("spark1", f"cat {OURS}")
     ports = [{"netdev": NETDEVS[0], "address": "10.97.0.1/24"}]
-    arguments = {"host": "spark1", "ports": ports, "management_address": "10.0.21.15", "deadline_s": 120}
-    argv = ["ansible", "spark1", "-i", "tests/acceptance/inventory", "-b", "-m", "sparkwright.dsv41.fabric_netplan"]
+    arguments = {"host": "spark1", "ports": ports, "management_address": "10.0.21.15", "deadline_s": 90}
+    argv = ["ansible", "spark1", "-i", INVENTORY, "-b", "-m", "sparkwright.dsv41.fabric_netplan"]
     done = subprocess.run(
         [*argv, "-a", json.dumps(arguments)], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout
     assert f"{NETDEVS[0]} 10.97.0.1/24" in addresses("spark1")
-    for _ in range(50):
-        time.sleep(5)
+    for _ in range(100):
+        time.sleep(2)
         if addresses("spark1") == before:
             break
     assert addresses("spark1") == before

@@ -5,19 +5,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import re
 import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from ansible_collections.sparkwright.dsv41.plugins.module_utils import nfs, weights
+from machines import HEAD, WORKER, Outcome, argv, playbook, ssh
 
-ROOT = Path(__file__).resolve().parents[2]
-HEAD, WORKER = "spark1", "spark2"
 PLACE = "/srv/weights/tiny"
 TINY = {
     "id": "tiny",
@@ -33,25 +27,9 @@ SIZE = 96 << 20
 UNIT = "srv-weights-tiny.mount"
 
 
-def vm(command: str) -> None:
-    subprocess.run([sys.executable, "tests/acceptance/vm.py", command], cwd=ROOT, check=True, timeout=1500)
-
-
-def ssh(host: str, command: str, stdin: bytes = b"", check: bool = True) -> str:
-    argv = ["ssh", "-F", str(ROOT / ".vm/ssh_config"), "-o", "BatchMode=yes", host, command]
-    done = subprocess.run(argv, input=stdin, capture_output=True, timeout=240, check=False)
-    assert not check or done.returncode == 0, f"{command}: {done.stdout!r}{done.stderr!r}"
-    return (done.stdout + done.stderr).decode()
-
-
-def sync(backend: str, *arguments: str, **variables: object) -> tuple[int, str, list[int]]:
-    """Exit status of the role, output in one line, and how much it changed on each node."""
+def sync(backend: str, *arguments: str, **variables: object) -> Outcome:
     given = {"weight_sync_backend": backend, "weight_sync_list": [TINY], "fabric_probe": False, **variables}
-    command = ["ansible-playbook", "tests/acceptance/nfs_weights.yml", "-i", "tests/acceptance/inventory"]
-    command += ["-e", json.dumps(given), *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
-    text = " ".join(f"{done.stdout}{done.stderr}".split())
-    return done.returncode, text, [int(count) for count in re.findall(r"spark\d : ok=\d+ changed=(\d+)", text)]
+    return playbook("tests/acceptance/nfs_weights.yml", *arguments, **given)
 
 
 def mounted() -> nfs.Mount | None:
@@ -64,8 +42,8 @@ def exported() -> set[str]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def digest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The machines, with verified weights on the head; yields the SHA-256 of the large file."""
+def digest(initial_state: None, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """SHA-256 of the large file of verified weights, which the head gets."""
     tree = tmp_path_factory.mktemp("tiny")
     contents = {"config.json": b"{}", "model.bin": os.urandom(SIZE)}
     entries = []
@@ -78,12 +56,9 @@ def digest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     manifest = weights.Manifest(str(TINY["repo"]), str(TINY["revision"]), (), tuple(entries))
     weights.write_receipt(str(tree), weights.Receipt(manifest, dict.fromkeys(entries, 1_700_000_000 * 10**9)))
     archive = subprocess.run(["tar", "-C", str(tree), "-c", "."], capture_output=True, check=True).stdout
-    vm("up")
-    vm("reset")
     ssh(HEAD, f"mkdir -p {PLACE} /srv/other && tar -C {PLACE} -x --no-same-owner && chmod 755 {PLACE}", archive)
     ssh(HEAD, "echo '/srv/other 10.77.0.0/24(ro,no_subtree_check)' > /etc/exports")
-    yield hashlib.sha256(contents["model.bin"]).hexdigest()
-    vm("down")
+    return hashlib.sha256(contents["model.bin"]).hexdigest()
 
 
 def test_what_is_in_the_way_is_refused_and_nothing_changes() -> None:
@@ -115,7 +90,7 @@ def test_a_server_that_restarts_during_reads_costs_no_byte(digest: str) -> None:
     ssh(WORKER, f"umount {PLACE}; systemctl start {UNIT}")  # nothing in the page cache
     read = f"for i in $(seq 96); do dd if={PLACE}/model.bin bs=1M skip=$((i-1)) count=1 status=none; sleep 0.1; done"
     reader = subprocess.Popen(
-        ["ssh", "-F", str(ROOT / ".vm/ssh_config"), WORKER, f"({read}) | sha256sum"], stdout=subprocess.PIPE, text=True
+        argv(WORKER, f"({read}) | sha256sum"), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
     )
     ssh(HEAD, "sleep 3; systemctl stop nfs-server; sleep 3; systemctl start nfs-server")
     assert reader.poll() is None, "it restarted while the worker read"

@@ -12,23 +12,18 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
-import re
 import shlex
 import subprocess
-import sys
 import tarfile
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import pytest
+from machines import HEAD, HOSTS, WORKER, Outcome, argv, playbook, ssh
+from vm import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-SSH_CONFIG = ROOT / ".vm/ssh_config"
-INVENTORY = "tests/acceptance/inventory"
-HEAD, WORKER = "spark1", "spark2"
 COLLECTION = "ansible_collections/sparkwright/dsv41/plugins"
 DATASET = "tank/models"
 # A repository of the roles' own.
@@ -56,8 +51,6 @@ weights.write_receipt(root, weights.Receipt(manifest, mtimes))
 """
 MIB = 1024 * 1024
 KEYS = "/etc/sparkwright/peers"
-# Sockets of SSH, whose names must be short.
-CONTROL = tempfile.mkdtemp(prefix="swz-")
 LIBRARY = "/usr/local/lib/sparkwright-test"
 SSH = [
     *("ssh", "-o", "BatchMode=yes", "-o", "IdentitiesOnly=yes", "-o", "StrictHostKeyChecking=yes"),
@@ -98,21 +91,6 @@ for count, block in enumerate(iter(lambda: line.stdout.read(1 << 20), b"")):
     sys.stdout.buffer.flush()
 sys.exit(line.wait())
 """
-
-
-def vm(command: str) -> None:
-    subprocess.run([sys.executable, "tests/acceptance/vm.py", command], cwd=ROOT, check=True, timeout=1500)
-
-
-def argv(host: str, command: str) -> list[str]:
-    shared = ["-o", "ControlMaster=auto", "-o", "ControlPersist=60", "-o", f"ControlPath={CONTROL}/%C"]
-    return ["ssh", "-F", str(SSH_CONFIG), "-o", "BatchMode=yes", *shared, host, command]
-
-
-def ssh(host: str, command: str, data: bytes = b"") -> str:
-    done = subprocess.run(argv(host, command), input=data, capture_output=True, timeout=180, check=False)
-    assert done.returncode == 0, f"{command}: {done.stdout.decode()}{done.stderr.decode()}"
-    return done.stdout.decode().strip()
 
 
 def put(host: str, path: str, content: str) -> None:
@@ -182,14 +160,9 @@ def done(result: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def playbook(name: str, *arguments: str, **variables: Any) -> tuple[int, str, list[int]]:
-    """Exit status, output in one line, and how much it changed on each node."""
+def run(name: str, *arguments: str, **variables: Any) -> Outcome:
     given = {"spark_zfs_dataset": "tank", "weight_sync_head_address": "10.77.0.1", **variables}
-    given.update({"weights_list": [TINY], "weight_sync_list": [TINY]})
-    command = ["ansible-playbook", name, "-i", INVENTORY, "-e", json.dumps(given), *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    text = " ".join(f"{done.stdout}{done.stderr}".split())
-    return done.returncode, text, [int(count) for count in re.findall(r"spark\d : ok=\d+ changed=(\d+)", text)]
+    return playbook(name, *arguments, **given, weights_list=[TINY], weight_sync_list=[TINY])
 
 
 def fetched(says: str) -> None:
@@ -227,14 +200,13 @@ def cut(after_mib: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def machines() -> Iterator[None]:
-    vm("up")
-    vm("reset")
+def pools(initial_state: None) -> Iterator[None]:
+    """A pool on both machines, and the way from the worker to the head's."""
     environment = jinja2.Environment(keep_trailing_newline=True)
     environment.filters["quote"] = shlex.quote
     template = environment.from_string((ROOT / "roles/peers/templates/zfs-serve.j2").read_text())
     ours = library()
-    for host in (HEAD, WORKER):
+    for host in HOSTS:
         ssh(host, "modprobe zfs && zpool create -f -m none tank /dev/vdb")
         ssh(host, f"mkdir -p {LIBRARY} && tar -xf - -C {LIBRARY} --no-same-owner", ours)
         put(host, f"{LIBRARY}/agent.py", AGENT)
@@ -252,9 +224,6 @@ def machines() -> Iterator[None]:
     for agent in AGENTS.values():
         agent.process.kill()
         agent.process.wait()
-    for host in (HEAD, WORKER):
-        subprocess.run([*argv(host, "")[:-2], "-O", "exit", host], capture_output=True, check=False)
-    vm("down")
 
 
 def test_the_head_makes_its_dataset() -> None:
@@ -388,17 +357,17 @@ def test_a_user_with_rights_does_all_but_mount() -> None:
 
 def test_the_roles_bring_weights_to_the_worker_and_once_only() -> None:
     weights = "tests/acceptance/zfs_weights.yml"
-    rc, text, changed = playbook(weights, "--tags", "weights")
+    rc, text, changed = run(weights, "--tags", "weights")
     assert (rc, changed) == (0, [1, 0]), text
     assert prop(HEAD, "mountpoint,recordsize", "tank/tiny").split() == [TINY["path"], "1048576"]
     fetched("first")
-    rc, text, changed = playbook(weights)
+    rc, text, changed = run(weights)
     assert (rc, changed) == (0, [1, 1]), text
     assert sums(WORKER, TINY["path"]) == sums(HEAD, TINY["path"])
-    rc, text, changed = playbook(weights)
+    rc, text, changed = run(weights)
     assert (rc, changed) == (0, [0, 0]), text
     fetched("second")
-    rc, text, changed = playbook(weights, "--check")
+    rc, text, changed = run(weights, "--check")
     assert (rc, changed) == (0, [1, 1]), text
 
 
@@ -408,15 +377,15 @@ def test_all_nodes_go_back_together_and_not_under_an_engine() -> None:
     done(module(HEAD, "snapshot", **at))
     done(module(WORKER, "received", **at, source={"ssh": SSH, "dataset": "tank/tiny"}))
     ssh(WORKER, "echo sparkwright-lab-r1 > /run/engine")
-    rc, text, _ = playbook("playbooks/rollback.yml")
+    rc, text, _ = run("playbooks/rollback.yml")
     assert rc != 0 and "spark2: found sparkwright-lab-r1 running" in text and len(snapshots(HEAD, "tank/tiny")) == 2
     ssh(WORKER, "rm /run/engine")
-    rc, text, changed = playbook("playbooks/rollback.yml")
+    rc, text, changed = run("playbooks/rollback.yml")
     assert (rc, changed) == (0, [1, 1]), text
-    for host in (HEAD, WORKER):
+    for host in HOSTS:
         assert list(snapshots(host, "tank/tiny")) == [first]
         assert ssh(host, f"cat {TINY['path']}/config.json") == "first"
-    rc, text, changed = playbook("playbooks/rollback.yml", snapshot=first)
+    rc, text, changed = run("playbooks/rollback.yml", snapshot=first)
     assert (rc, changed) == (0, [0, 0]), text
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # Copyright (c) Sparkwright contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Two virtual machines with real kernels, wired like two DGX Sparks: `vm.py up|reset|exec N COMMAND|down`.
+"""Two virtual machines with real kernels, wired like two DGX Sparks: `vm.py image|up|reset|exec N COMMAND|down`.
 
 QEMU emulates them, so no KVM is needed. Both are booted once, brought to the state that the tests start from, and
 saved; `up` and `reset` restore that in seconds. Disks and memory of the saved state stay in .vm until their content
@@ -250,9 +250,11 @@ def install_packages(packages: list[str]) -> None:
     if os.geteuid() != 0 or not shutil.which("apt-get"):
         raise VmError(f"missing packages; install them and run again: sudo apt-get install {names}")
     say(f"installing Debian packages (they stay): {names}")
-    run("apt-get update", ["apt-get", "update"])
+    # The lab and the acceptance machines may be made at the same time; apt-get would not wait.
+    turn = ["flock", "/run/lock/sparkwright-apt"]
+    run("apt-get update", [*turn, "apt-get", "update"])
     env = {"DEBIAN_FRONTEND": "noninteractive"}
-    run("apt-get install", ["apt-get", "install", "-y", "--no-install-recommends", *packages], **env)
+    run("apt-get install", [*turn, "apt-get", "install", "-y", "--no-install-recommends", *packages], **env)
 
 
 def need_memory() -> None:
@@ -296,6 +298,8 @@ def image_marker() -> Path:
 
 def make_image() -> None:
     """Debian in a directory, then a disk of it; the directory goes again."""
+    if not KEY.exists():
+        run("SSH key", ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "sparkwright-acceptance", "-f", KEY])
     if image_marker().exists():
         return
     if os.geteuid() != 0:
@@ -572,16 +576,22 @@ def wake(machine: Machine) -> None:
 def proof(machine: Machine) -> str:
     """Shell command that fails unless the other machine answers over both rails with large frames."""
     peers = [f"10.7{7 + nic.rail}.0.{3 - machine.n}" for nic in FABRIC if nic.rail is not None]
-    return " && ".join(f"ping -q -c 1 -w 200 -M do -s 8972 {peer}" for peer in peers)
+    # ping gives up at the first "unreachable", which a peer that is still booting causes.
+    return " && ".join(
+        f"timeout 200 sh -c 'until ping -q -c 1 -W 5 -M do -s 8972 {peer}; do sleep 1; done'" for peer in peers
+    )
 
 
-def up() -> None:
+def image() -> None:
+    """What takes long on a fresh machine and needs no memory: tools, and the disk of the machines."""
     if (os.uname().sysname, os.uname().machine) != ("Linux", "x86_64"):
         raise VmError(f"{os.uname().sysname} on {os.uname().machine} found; the machines need Linux on x86_64")
     install_packages(missing(TOOLS))
-    if not KEY.exists():
-        run("SSH key", ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "sparkwright-acceptance", "-f", KEY])
     make_image()
+
+
+def up() -> None:
+    image()
     write_ssh_files()
     if saved_marker().exists() and all(
         machine.pid() and machine.ready.exists() and greets(machine) for machine in MACHINES
@@ -609,6 +619,7 @@ def down() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("image", help="make the image of both machines only")
     commands.add_parser("up", help="make and start both machines")
     commands.add_parser("reset", help="bring both machines back to the initial state")
     commands.add_parser("down", help="stop both machines; image and saved state stay (remove .vm to be rid of them)")
@@ -624,7 +635,7 @@ def main() -> int:
                 raise VmError("no machines; run `vm.py up` first")
             os.execvp("ssh", ssh(Machine(args.n), "--", *args.argv))
         lock()
-        {"up": up, "reset": reset, "down": down}[args.command]()
+        {"image": image, "up": up, "reset": reset, "down": down}[args.command]()
     except VmError as error:
         print(f"vm: {error}", file=sys.stderr)
         return 1

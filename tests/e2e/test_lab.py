@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, Lab, passed
 
-TAGS = ["preflight", "fabric", "peers", "weights", "weight_sync", "image", "engine", "smoke"]
+TAGS = ["preflight", "fabric", "peers", "weights", "weight_sync", "engram", "image", "engine", "smoke"]
 PLACE = "/var/lib/sparkwright/weights/arith-exl3-3bpw"
 
 

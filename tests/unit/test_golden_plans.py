@@ -42,7 +42,7 @@ def plan_of(inventory: str, directory: Path) -> str:
     done = ansible_cli.run("playbook", playbook, "-i", inventory, "-e", f"plan_file={written}")
     assert done.returncode == 0, done.stdout
     text = json.dumps(json.loads(written.read_text()), indent=1, sort_keys=True)
-    text = re.sub(r'("name": "sparkwright/[^:"]+):[0-9a-f]{12}"', r'\1:TAG"', text)
+    text = re.sub(r'("name": "sparkwright/[^:"]+:|"kernels": "|/files/)[0-9a-f]{12}', r"\1TAG", text)
     return re.sub(re.escape(str(ansible_cli.ROOT)), "PROJECT", text) + "\n"
 
 

@@ -14,6 +14,7 @@ cp -r --no-preserve=ownership "$here/files/." "$root/"
 chmod 600 "$root"/etc/netplan/*.yaml
 install -D -m 600 "$key" "$root/root/.ssh/authorized_keys"
 chroot "$root" passwd --quiet --delete root
+install -d "$root/var/cache/lab-code"
 echo 'tmpfs /tmp tmpfs mode=1777 0 0' > "$root/etc/fstab"
 cp "$root/etc/ssh/ssh_host_ed25519_key.pub" "$out/host_key.pub"
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -48,21 +46,6 @@ def make_model(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-@pytest.fixture(scope="session", autouse=True)
-def engram_library() -> Path | None:
-    """The native library of this source, built once for each state of it; None where it cannot be built."""
-    from sparkwright_kernels.engram import build, native
-
-    if os.environ.get(native.PATH_VARIABLE):
-        return native.library_path()
-    source = hashlib.sha256(Path(build.__file__).read_bytes())
-    for path in sorted(build.SOURCE.parent.glob("engram_io.*")):
-        source.update(path.read_bytes())
-    path = FIXTURES.parents[1] / "kernels/build" / f"engram-{source.hexdigest()[:12]}" / build.LIBRARY
-    if not path.exists():
-        try:
-            build.build(path)
-        except OSError:
-            return None
-    os.environ[native.PATH_VARIABLE] = str(path)
-    return path
+@pytest.fixture(autouse=True)
+def with_engram_library(engram_library: Path | None) -> None:
+    """Each test finds the native library."""

@@ -208,18 +208,19 @@ def project(tmp_path: Path) -> tuple[Path, Path]:
     ],
 )
 def test_the_image_name_follows_its_inputs(path: str, changes: bool, project: tuple[Path, Path]) -> None:
-    before, problems = plan._image("x", *project, {})
+    directory, kernels = project
+    before, problems = plan._image("x", directory, plan._kernels(kernels), {})
     assert problems == [] and before["name"].startswith("sparkwright/x:")
     target = project[0].parent / path
     target.parent.mkdir(parents=True, exist_ok=True)
     old = target.read_text() if target.exists() else ""
     target.write_text(old.replace("base: b", "base: c") if "lock" in path else f"{old}# more\n")
-    after, _ = plan._image("x", *project, {})
+    after, _ = plan._image("x", directory, plan._kernels(kernels), {})
     assert (before["name"] != after["name"]) is changes
 
 
 def test_an_unknown_image(project: tuple[Path, Path]) -> None:
-    assert plan._image("y", *project, {}) == ({}, ["unknown image 'y'; known: x"])
+    assert plan._image("y", project[0], {}, {}) == ({}, ["unknown image 'y'; known: x"])
 
 
 @pytest.mark.parametrize(

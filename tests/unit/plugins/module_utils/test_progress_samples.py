@@ -29,7 +29,7 @@ GIB = 1024**3
             "fetching 1.0 of 4.0 GiB (25 %), 110.0 MiB/s, 28 s left",
         ),
         (Sample("joining", 3, 7, 0.0), "joining 3 of 7 bytes (42 %), 0 bytes/s"),
-        (Sample("verifying", 0, 0, 5.0), "verifying 0 of 0 bytes (100 %), 5 bytes/s, 0 s left"),
+        (Sample("zfs snapshot", 0, 0, 5.0), "zfs snapshot"),
     ],
 )
 def test_line(sample: Sample, line: str) -> None:

@@ -18,6 +18,8 @@ from ansible_collections.sparkwright.dsv41.plugins.module_utils.cabling import T
 
 FILES = Path(__file__).parents[4] / "roles/recipe/files"
 LAB = yaml.safe_load((FILES / "recipes/lab.yml").read_text())
+# One repository to begin with.
+del LAB["engram"], LAB["weights"][1:]
 ENGINE = yaml.safe_load((FILES / "engines/vllm.yml").read_text())
 ENGINE["files"] = [{"source": "/c/gate.py", "digest": "0123456789abcdef", "target": "/opt/gate.py"}]
 FABRIC_DATA = yaml.safe_load((FILES / "fabric.yml").read_text())
@@ -591,10 +593,10 @@ def test_each_recipe_and_number_of_ranks_packs_engram_tables_of_its_own() -> Non
     assert plan_of()["engram"] is None
     data = put(with_engram(), ("nodes", 3), {})
     two, three = plan_of(data)["engram"], plan_of(data, hosts(3))["engram"]
-    assert two["path"].endswith("/engram/lab-tp2") and three["path"].endswith("/engram/lab-tp3")
+    assert two["path"].endswith("/engram/lab/pages-heads-tp2") and three["path"].endswith("/pages-heads-tp3")
     plan = plan_of(data)
     assert two["source"] == plan["weights"][1]["slim"] and two["revision"] == plan["weights"][1]["revision"]
-    mount = {"source": two["path"], "target": "/packed", "read_only": True}
+    mount = {"source": two["root"], "target": "/packed", "read_only": True}
     assert all(mount in rank["mounts"] for rank in plan["ranks"])
     assert any(two["path"] in line and "format pages" in line for line in recipe.describe(plan))
 

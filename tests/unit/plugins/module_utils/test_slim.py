@@ -158,6 +158,54 @@ def test_shards_in_folders(source: Path, dest: Path) -> None:
     assert not make(source, dest).changed
 
 
+def in_folders(source: Path) -> Path:
+    """A source whose shards are in folders: both tables in one, model-2 elsewhere."""
+    text = (source / INDEX_NAME).read_text()
+    for name, folder in (("model-2", "other"), ("model-3", "deep/er"), ("model-4", "deep")):
+        (source / folder).mkdir(parents=True, exist_ok=True)
+        (source / f"{name}.safetensors").rename(source / folder / f"{name}.safetensors")
+        text = text.replace(f'"{name}', f'"{folder}/{name}')
+    (source / INDEX_NAME).write_text(text)
+    return source
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_folders_that_became_empty_go(source: Path, dest: Path, tmp_path: Path, copy: bool) -> None:
+    make(in_folders(source), dest, copy=copy)
+    make(source, dest, suffixes=["embed.weight_extra"], copy=copy)
+    assert sorted(os.listdir(dest)) == sorted([CONFIG_NAME, INDEX_NAME, "other"])
+    make(source, dest, copy=copy)
+    (dest / "deep/mine").write_text("x")
+    make(source, dest, suffixes=["embed.weight_extra"], copy=copy)
+    assert sorted(path.name for path in (dest / "deep").iterdir()) == ["mine"], "what others put there stays"
+
+
+def test_folders_elsewhere_stay(source: Path, dest: Path, tmp_path: Path) -> None:
+    make(in_folders(source), dest)
+    shutil.rmtree(dest / "deep")
+    (tmp_path / "elsewhere/er").mkdir(parents=True)
+    (dest / "deep").symlink_to(tmp_path / "elsewhere")
+    make(source, dest, suffixes=["embed.weight_extra"])
+    assert (tmp_path / "elsewhere/er").is_dir() and (dest / "deep").is_symlink()
+
+
+@pytest.mark.skipif(not shutil.which("fincore"), reason="NOT TESTED: what is in the page cache needs fincore")
+def test_copies_leave_the_page_cache(source: Path, dest: Path) -> None:
+    def resident() -> int:
+        paths = [path for folder in (source, dest) for path in folder.glob("model-[34].*")]
+        done = subprocess.run(["fincore", "-bno", "RES", *paths], capture_output=True, text=True, check=True)
+        return sum(map(int, done.stdout.split()))
+
+    for name in TABLES:
+        with (source / name).open("rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if resident():
+        pytest.skip("NOT TESTED: the file system of temporary files is memory")
+    make(source, dest, copy=True)
+    assert resident() == 0
+
+
 def test_other_suffixes_and_what_is_no_longer_part_of_it_goes(source: Path, dest: Path) -> None:
     make(source, dest)
     (dest / "mine").write_text("x")
@@ -424,7 +472,7 @@ def test_a_disk_that_fills_up_meanwhile(source: Path, dest: Path, monkeypatch: p
 
 # --- dying at every step ----------------------------------------------------------------------------------------------
 
-CHANGES = ("write", "rename", "unlink", "link", "mkdir", "fsync", "utime", "sendfile")
+CHANGES = ("write", "rename", "unlink", "link", "mkdir", "rmdir", "fsync", "utime", "sendfile")
 
 
 def run_until(at: int, after: bool, work: Callable[[], Any]) -> bool:
@@ -496,6 +544,21 @@ def test_dying_at_any_call_is_repaired(
         assert not make(source, dest, copy=copy).changed
     assert_made(source, dest, linked=not copy)
     assert at > 20
+
+
+def test_dying_while_folders_go_is_repaired(source: Path, dest: Path) -> None:
+    in_folders(source)
+    update = {"suffixes": ["embed.weight_extra"]}
+    for at in range(1, 200):
+        shutil.rmtree(dest, ignore_errors=True)
+        make(source, dest)
+        if run_until(at, False, lambda: make(source, dest, **update)):
+            break
+        # It dies once more, in the middle.
+        run_until(8, False, lambda: make(source, dest, **update))
+        make(source, dest, **update)
+        assert sorted(os.listdir(dest)) == sorted([CONFIG_NAME, INDEX_NAME, "other"])
+    assert at > 15
 
 
 def test_what_a_run_for_something_else_left_goes_too(source: Path, dest: Path) -> None:

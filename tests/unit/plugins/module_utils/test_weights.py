@@ -8,6 +8,9 @@ import hashlib
 import json
 import os
 import struct
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +157,21 @@ def test_manifest_answers_whatever_the_order_of_patterns() -> None:
 def test_file_digest(tmp_path: Path, kind: str, content: bytes) -> None:
     expected = put(tmp_path, "file", content, kind)
     assert weights.file_digest(str(tmp_path / "file"), kind, len(content)) == expected.digest
+
+
+def test_file_digest_of_a_file_that_grows(tmp_path: Path) -> None:
+    path, whole = tmp_path / "file", threading.Event()
+    path.touch()
+    with ThreadPoolExecutor(1) as pool, path.open("ab", buffering=0) as stream:
+        digest = pool.submit(weights.file_digest, str(path), "sha256", 0, None, whole)
+        for number in range(5):
+            time.sleep(0.05)
+            stream.write(b"%d" % number * 3_000_000)
+        assert not digest.done(), "it may still grow"
+        # The last bytes and the end come at once.
+        stream.write(b"end")
+        whole.set()
+    assert digest.result() == f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
 
 
 def test_file_digest_is_what_git_says(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from unittest import mock
 import pytest
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.testing import patch_module_args
-from ansible_collections.sparkwright.dsv41.plugins.module_utils import join, progress, weights
+from ansible_collections.sparkwright.dsv41.plugins.module_utils import join, progress, weight_sources, weights
 from ansible_collections.sparkwright.dsv41.plugins.module_utils.weights import RECEIPT_NAME
 from ansible_collections.sparkwright.dsv41.plugins.modules import weights_fetch
 from hub import Hub, Rule
@@ -47,10 +47,25 @@ def dest(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(hub: Hub, dest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], impatient: None) -> Iterator[Runner]:
+def waits() -> list[float]:
+    """The seconds that were waited between attempts, which here take no time."""
+    return []
+
+
+@pytest.fixture
+def run(
+    hub: Hub,
+    dest: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    impatient: None,
+    waits: list[float],
+) -> Iterator[Runner]:
     """Run the module once; its options default to the whole repository. Keeps the process's environment as it was."""
     work = tmp_path / "ansible-tmp"
     work.mkdir()
+    monkeypatch.setattr(weight_sources, "time", SimpleNamespace(sleep=waits.append))
     revision = hub.commit(REPO)
 
     def once(check: bool = False, diff: bool = False, **options: Any) -> Result:
@@ -489,6 +504,49 @@ def test_messages(hub: Hub, dest: Path, run: Runner, rules: list[Rule], message:
     assert run()["changed"]
 
 
+@pytest.mark.parametrize(
+    ("headers", "status", "waited"),
+    [
+        ({"Retry-After": "30"}, 429, [31, 31]),
+        ({"RateLimit": '"api";r=0;t=55'}, 429, [56, 56]),
+        ({"RateLimit": '"api";r=9;t=55', "Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}, 429, [1, 2]),
+        ({}, 503, [1, 2]),
+        ({"Retry-After": "5"}, 503, [6, 6]),
+    ],
+)
+@pytest.mark.parametrize("what", ["/api/", "/resolve/.*config.json"])
+def test_a_busy_hub_is_asked_again(
+    hub: Hub,
+    run: Runner,
+    waits: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    headers: dict[str, str],
+    status: int,
+    waited: list[float],
+) -> None:
+    """For the list of files, and when it is found out whether files may be had."""
+    told: list[str] = []
+    monkeypatch.setattr(progress.Progress, "begin", lambda self, what, *rest: told.append(what))
+    method = "GET" if what == "/api/" else "HEAD"
+    hub.faults(Rule(what, "status", status=status, headers=headers, times=2, method=method))
+    assert run()["fetched"] == ALL
+    assert waits == waited
+    said = [f"the hub answers {status}, asking again in {seconds} s" for seconds in waited]
+    assert [line for line in told if line.startswith("the hub")] == said
+
+
+def test_a_hub_that_stays_busy_is_not_asked_for_ever(hub: Hub, run: Runner, waits: list[float]) -> None:
+    hub.faults(Rule("/api/", "status", status=429))
+    assert "no more requests for now (429)" in run()["msg"]
+    assert waits == [1, 2, 4, 8, 8] and len(hub.requests("GET", "/api/")) == 6
+    hub.faults(Rule("/api/", "status", status=404, code="RepoNotFound"))
+    hub.forget()
+    waits.clear()
+    run()
+    assert waits == [] and len(hub.requests("GET", "/api/")) == 1
+
+
 @pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize(
     ("token", "message"),
@@ -513,9 +571,9 @@ def test_the_token_is_used_and_kept_nowhere(
     environments: list[str] = []
     fetch = weights_fetch.HubSource.fetch
 
-    def watch(self: Any, path: str) -> None:
+    def watch(self: Any, entry: weights.FileEntry) -> None:
         environments.append(str(os.environ) + Path("/proc/self/cmdline").read_text())
-        fetch(self, path)
+        fetch(self, entry)
 
     monkeypatch.setattr(weights_fetch.HubSource, "fetch", watch)
     assert run(token=TOKEN)["fetched"] == ALL
@@ -572,11 +630,11 @@ def test_a_hub_that_goes_away_stops_all_files_and_says_which_are_left(
     fetch = weights_fetch.HubSource.fetch
     tried: list[str] = []
 
-    def leave(self: Any, path: str) -> None:
-        tried.append(path)
-        if path == "model-1.safetensors":
+    def leave(self: Any, entry: weights.FileEntry) -> None:
+        tried.append(entry.path)
+        if entry.path == "model-1.safetensors":
             self.endpoint = "http://127.0.0.1:9"
-        fetch(self, path)
+        fetch(self, entry)
 
     monkeypatch.setattr(weights_fetch.HubSource, "fetch", leave)
     result = run(workers=1)
@@ -790,9 +848,9 @@ def test_pulls_all_files_and_a_second_run_asks_nobody(head: Callable[..., Result
     assert first["fetched"] == ALL
     assert content(dest) == content(tmp_path / "shared/tiny")
     assert not (dest / ".cache/sparkwright").exists()
-    assert asked(tmp_path) == ["receipt model", "weights model"]
+    assert sorted(asked(tmp_path)) == ["receipt model", "weights model"]
     assert not head()["changed"]
-    assert asked(tmp_path) == ["receipt model", "weights model"]
+    assert len(asked(tmp_path)) == 2
 
 
 def test_check_mode_pulls_nothing(head: Callable[..., Result], dest: Path, tmp_path: Path) -> None:
@@ -823,6 +881,25 @@ def test_a_broken_transfer_goes_on_where_it_ended(
     assert (dest / SHARD).read_bytes() == whole
     (sent,) = (int(line.split()[2].replace(",", "")) for line in said)
     assert 0 < sent <= len(whole) - len(whole) // 2
+
+
+def test_what_is_pulled_whole_is_hashed_on_the_way_and_what_goes_on_is_read_again(
+    head: Callable[..., Result], dest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partial = dest / ".cache/sparkwright" / SHARD
+    partial.parent.mkdir(parents=True)
+    partial.write_bytes((tmp_path / "shared/tiny" / SHARD).read_bytes()[:1000])
+    digest = weights.file_digest
+    again: list[str] = []
+
+    def read(path: str, *rest: Any) -> str:
+        again.append(path)
+        return digest(path, *rest)
+
+    monkeypatch.setattr(weights, "file_digest", read)
+    assert head()["fetched"] == ALL
+    assert again == [str(dest / SHARD)]
+    assert content(dest) == content(tmp_path / "shared/tiny")
 
 
 def test_a_wrong_beginning_is_pulled_again(head: Callable[..., Result], dest: Path, tmp_path: Path) -> None:
@@ -1023,5 +1100,5 @@ def test_progress_is_told_while_fetching(run: Runner, hub: Hub, dest: Path, tmp_
     thread.join()
     samples = [sample for text in seen if (sample := progress.parse(text))]
     assert {sample.what for sample in samples} >= {"fetching"}
-    assert all(sample.total_bytes == result["bytes"] for sample in samples)
+    assert all(sample.total_bytes == result["bytes"] for sample in samples if sample.what != "asking the hub")
     assert not path.exists()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -21,8 +22,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ansible_cli
 import jinja2
 import pytest
+from ansible_collections.sparkwright.dsv41.plugins.module_utils.progress import Progress
 from ansible_collections.sparkwright.dsv41.plugins.modules import zfs_replicate
 
 ROOT = Path(__file__).parents[4]
@@ -866,14 +869,85 @@ def test_the_pump_copies_everything_and_tells_the_bytes() -> None:
     assert bytes(slow.got) == content and sum(told) == len(content) and max(told) == MIB
 
 
-def test_progress_is_told_while_a_stream_runs(
-    filled: Node, worker: Node, on: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[tuple[int, int]] = []
-    monkeypatch.setattr(zfs_replicate.Replication, "progress", staticmethod(lambda *both: told.append(both)))
-    result = on(worker, "received")
-    assert told[-1] == (result["moved_bytes"], 3 * MIB)
-    assert [moved for moved, _ in told] == sorted(moved for moved, _ in told)
+# Progress
+
+
+class Told(Progress):
+    """Keeps the last sample of each piece of work in place of writing any."""
+
+    samples: dict[str, tuple[int, int]]
+
+    def begin(self, what: str, *rest: Any) -> None:
+        super().begin(what, *rest)
+        self.add(0)
+
+    def add(self, count: int) -> None:
+        super().add(count)
+        sample = self.sample(time.monotonic())
+        self.samples[sample.what] = (sample.done_bytes, sample.total_bytes)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, int]]:
+    Told.samples = {}
+    monkeypatch.setattr(zfs_replicate, "Progress", lambda path: Told(""))
+    return Told.samples
+
+
+def test_bytes_are_told_while_a_stream_runs(filled: Node, worker: Node, on: Any, told: Any) -> None:
+    filled.set(stop=2 * MIB)
+    on(worker, "received")
+    arrived, total = told[f"receiving {DATASET}"]
+    assert total == 3 * MIB and 2 * MIB <= arrived < total
+    filled.set(stop=None)
+    more(filled, two=MIB)
+    told.clear()
+    on(worker, "received")
+    assert told[f"receiving {DATASET}"] == (2 * MIB, 2 * MIB), "what is left of the one, and all of the next"
+    told.clear()
+    on(worker, "received")
+    assert f"receiving {DATASET}" not in told
+
+
+def test_steps_without_bytes_are_told_by_name(head: Node, on: Any, told: Any) -> None:
+    on(head, "present")
+    head.files(one=MIB)
+    on(head, "snapshot")
+    assert list(told) == ["zfs create", "flushing what was written", "zfs snapshot"]
+    told.clear()
+    head.files(little=1000)
+    on(head, "snapshot", keep=1)
+    (last,) = head.snapshots
+    assert [each for each in told if each.startswith("comparing with sparkwright-")] and "zfs destroy" in told
+    told.clear()
+    on(head, "rolled_back", snapshot=last, check=True)
+    assert "zfs rollback" not in told
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="NOT TESTED: the module writes to /run, as root")
+def test_the_terminal_shows_it_also_of_a_task_that_is_delegated(filled: Node, worker: Node, tmp_path: Path) -> None:
+    """A real run of Ansible, at 200 KiB/s."""
+    filled.set(slow=0.3)
+    args = {
+        "host": "spark2",
+        "state": "received",
+        "dataset": DATASET,
+        "mountpoint": str(tmp_path / "srv-worker"),
+        "source": {"ssh": [str(worker.directory / "ssh"), "root@10.77.0.1"], "dataset": DATASET},
+        "zfs": [str(worker.directory / "zfs")],
+    }
+    task = {"name": "Receive", "sparkwright.dsv41.zfs_replicate": args, "delegate_to": "spark2", "run_once": True}
+    playbook, inventory = tmp_path / "play.yml", tmp_path / "hosts"
+    playbook.write_text(json.dumps([{"hosts": "all", "gather_facts": False, "tasks": [task]}]))
+    local = f"ansible_connection=local ansible_python_interpreter={sys.executable}"
+    inventory.write_text(f"spark1 {local}\nspark2 {local}\n")
+    done = ansible_cli.run("playbook", "-i", inventory, playbook)
+    assert done.returncode == 0, done.stdout
+    shown = rf"\.\.\. Receive: spark1: receiving {DATASET} [\d.]+ of 3\.0 MiB \(\d+ %\), [\d.]+ KiB/s, \d+ s left"
+    assert re.search(shown, done.stdout), done.stdout
+    assert done.stdout.count("changed=1") == 1, "once, not on each node"
+    assert worker.models["files"] == filled.models["files"]
+    assert not list(Path("/run/sparkwright").glob("*"))
 
 
 # What the head answers
