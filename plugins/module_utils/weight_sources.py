@@ -37,6 +37,8 @@ LIST_TIMEOUT = 30
 # Answers that pass, and the seconds before each new try, unless the hub says how many: as the client has it for files.
 _PASSING = (429, 500, 502, 503, 504)
 _AGAIN_S = (1, 2, 4, 8, 8)
+# More than these seconds are for the user to wait.
+_PATIENCE_S = 600
 # Seconds without a byte after which a copy from another node is given up.
 _STALL_S = 120
 # Seconds that another node's server gets to end.
@@ -175,9 +177,10 @@ class HubSource:
             except Exception as error:
                 responses = [getattr(link, "response", None) for link in _chain(error)]
                 response = next((each for each in responses if each is not None), None)
-                if not seconds or response is None or response.status_code not in _PASSING:
+                passes = response is not None and response.status_code in _PASSING
+                wait = _wait_s(response.headers, seconds) if passes else 0
+                if not seconds or not passes or wait > _PATIENCE_S:
                     raise self._trouble(error, path) from error
-                wait = _wait_s(response.headers, seconds)
                 self.tell(f"the hub answers {response.status_code}, asking again in {wait} s")
                 time.sleep(wait)
         raise AssertionError("the last try returns or raises")
