@@ -177,9 +177,10 @@ class HubSource:
             except Exception as error:
                 responses = [getattr(link, "response", None) for link in _chain(error)]
                 response = next((each for each in responses if each is not None), None)
-                passes = response is not None and response.status_code in _PASSING
-                wait = _wait_s(response.headers, seconds) if passes else 0
-                if not seconds or not passes or wait > _PATIENCE_S:
+                if not seconds or response is None or response.status_code not in _PASSING:
+                    raise self._trouble(error, path) from error
+                wait = _wait_s(response.headers, seconds)
+                if wait > _PATIENCE_S:
                     raise self._trouble(error, path) from error
                 self.tell(f"the hub answers {response.status_code}, asking again in {wait} s")
                 time.sleep(wait)
