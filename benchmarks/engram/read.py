@@ -12,13 +12,15 @@ import argparse
 import json
 import mmap
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from threading import local
 from typing import Any
@@ -47,30 +49,46 @@ class Ids:
         return self.rng.integers(self.rows.lo, self.rows.hi, count)
 
 
-def ours(path: Path, seconds: float, backend: Any, depth: int, batch: int, threads: int = 32) -> tuple[float, float]:
-    """Reads a second, and blocks of 4 KiB a row (of distinct rows), in batches of so many rows."""
+@dataclass
+class Rate:
+    """Reads a second, microseconds of processors a read, and blocks of 4 KiB a row (of distinct rows)."""
+
+    reads: float
+    cpu_us: float
+    blocks: float = 1.0
+
+
+def processors() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def ours(path: Path, seconds: float, backend: Any, depth: int, batch: int, threads: int = 32) -> Rate:
+    """In batches of so many rows."""
     with EngramReader(path, backend=backend, queue_depth=depth, threads=threads) as reader:
         ids, out = Ids(reader.file), np.empty((batch, 264), np.uint8)
-        spent = 0.0
+        spent = cpu = 0.0
         while spent < seconds:
             drawn = ids.draw(batch)
-            began = time.perf_counter()
+            began, cpu_before = time.perf_counter(), processors()
             reader.read(drawn, out)
             spent += time.perf_counter() - began
+            cpu += processors() - cpu_before
         stats = reader.stats
-        return stats.reads / spent, stats.read_bytes / 4096 / stats.unique_rows
+        return Rate(stats.reads / spent, cpu / stats.reads * 1e6, stats.read_bytes / 4096 / stats.unique_rows)
 
 
-def fio(path: Path, seconds: float, *options: str) -> float:
+def fio(path: Path, seconds: float, *options: str, jobs: int = 1) -> Rate:
     command = ["fio", "--name=r", f"--filename={path}", "--rw=randread", "--bs=4k", "--direct=1", "--readonly"]
     command += ["--time_based", f"--runtime={seconds}", "--norandommap", "--group_reporting", "--output-format=json"]
-    done = subprocess.run([*command, *options], check=True, capture_output=True, text=True)
-    found: float = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]["read"]["iops"]
-    return found
+    done = subprocess.run([*command, *options, f"--numjobs={jobs}"], check=True, capture_output=True, text=True)
+    job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+    rate = job["read"]["iops"]
+    return Rate(rate, (job["usr_cpu"] + job["sys_cpu"]) / 100 * jobs / rate * 1e6)
 
 
-def python_pool(path: Path, seconds: float, file: EngramFile, batch: int, threads: int = 32) -> float:
-    """Reads a second of a pool of Python threads, a future a row: the first thing one writes."""
+def python_pool(path: Path, seconds: float, file: EngramFile, batch: int, threads: int = 32) -> Rate:
+    """A pool of Python threads, a future a row: the first thing one writes."""
     ids, mine = Ids(file), local()
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
 
@@ -81,7 +99,7 @@ def python_pool(path: Path, seconds: float, file: EngramFile, batch: int, thread
         os.preadv(fd, [memoryview(mine.block)[: 4096 if offset % 4096 <= 4096 - 264 else 8192]], offset // 4096 * 4096)
         return mine.block[offset % 4096 : offset % 4096 + 264]
 
-    rows, spent = 0, 0.0
+    rows, spent, cpu_before = 0, 0.0, processors()
     with ThreadPoolExecutor(threads) as pool:
         while spent < seconds:
             drawn = ids.draw(batch).tolist()
@@ -91,16 +109,20 @@ def python_pool(path: Path, seconds: float, file: EngramFile, batch: int, thread
             spent += time.perf_counter() - began
             rows += batch
     os.close(fd)
-    return rows / spent
+    return Rate(rows / spent, (processors() - cpu_before) / rows * 1e6)
 
 
-def in_turns(ways: dict[str, Callable[[], float]], rounds: int) -> Iterator[tuple[str, list[float]]]:
-    found: dict[str, list[float]] = {name: [] for name in ways}
+def in_turns(ways: dict[str, Callable[[], Rate]], rounds: int) -> dict[str, list[Rate]]:
+    found: dict[str, list[Rate]] = {name: [] for name in ways}
     names = list(ways)
     for round in range(rounds):
         for name in names[round % len(names) :] + names[: round % len(names)]:
             found[name].append(ways[name]())
-    yield from found.items()
+    return found
+
+
+def median(values: Iterable[float]) -> float:
+    return statistics.median(list(values))
 
 
 def main() -> None:
@@ -125,8 +147,8 @@ def main() -> None:
         path = Path(top) / "pages"
         seconds = options.seconds
 
-        def reads(path: Path, backend: str, depth: int, batch: int = BATCH) -> Callable[[], float]:
-            return lambda: ours(path, seconds, backend, depth, batch)[0]
+        def reads(path: Path, backend: str, depth: int, batch: int = BATCH) -> Callable[[], Rate]:
+            return lambda: ours(path, seconds, backend, depth, batch)
 
         for depth in (64, 256):
             rival = f"fio, io_uring, {depth} deep"
@@ -136,18 +158,21 @@ def main() -> None:
                 f"dsv41en1, io_uring, {depth} deep": reads(Path(top) / "dsv41en1", "io_uring", depth),
                 "pages, our 32 threads": reads(path, "threads", depth),
                 rival: lambda depth=depth: fio(path, seconds, "--ioengine=io_uring", f"--iodepth={depth}"),
-                pread: lambda: fio(path, seconds, "--ioengine=psync", "--thread", "--numjobs=32"),
+                pread: lambda: fio(path, seconds, "--ioengine=psync", "--thread", jobs=32),
                 "32 Python threads": lambda: python_pool(path, seconds, files["pages"], BATCH // 8),
             }
-            found = dict(in_turns(ways, options.rounds))
+            found = in_turns(ways, options.rounds)
             print(f"\n{depth} deep, batches of {BATCH} rows")
-            print("| way | reads a second | over fio | over fio's pread threads |\n|---|---|---|---|")
+            print(
+                "| way | reads a second | CPU us a read | over fio | over fio's pread threads |\n|---|---|---|---|---|"
+            )
             for name, rates in found.items():
                 over = [
-                    statistics.median(mine / theirs for mine, theirs in zip(rates, found[other], strict=True))
+                    median(mine.reads / theirs.reads for mine, theirs in zip(rates, found[other], strict=True))
                     for other in (rival, pread)
                 ]
-                print(f"| {name} | {statistics.median(rates):,.0f} | {over[0]:.2f} | {over[1]:.2f} |")
+                row = f"{median(rate.reads for rate in rates):,.0f} | {median(rate.cpu_us for rate in rates):.1f}"
+                print(f"| {name} | {row} | {over[0]:.2f} | {over[1]:.2f} |")
 
         print("\n| rows of a batch | io_uring, ms | our 32 threads, ms | 32 Python threads, ms |\n|---|---|---|---|")
         for batch in DECODE:
@@ -156,11 +181,12 @@ def main() -> None:
                 "threads": reads(path, "threads", 256, batch),
                 "Python": lambda batch=batch: python_pool(path, seconds / 2, files["pages"], batch),
             }
-            times = [f"{batch / statistics.median(rates) * 1e3:.2f}" for _, rates in in_turns(ways, options.rounds)]
+            found = in_turns(ways, options.rounds)
+            times = [f"{median(batch / rate.reads for rate in rates) * 1e3:.2f}" for rates in found.values()]
             print(f"| {batch} | {' | '.join(times)} |")
 
         for format in files:
-            blocks = ours(Path(top) / format, 0.5, "auto", 256, 1000)[1]
+            blocks = ours(Path(top) / format, 0.5, "auto", 256, 1000).blocks
             print(f"\n{format}: {blocks:.4f} blocks of 4 KiB a row")
 
 

@@ -37,6 +37,8 @@ LIST_TIMEOUT = 30
 # Answers that pass, and the seconds before each new try, unless the hub says how many: as the client has it for files.
 _PASSING = (429, 500, 502, 503, 504)
 _AGAIN_S = (1, 2, 4, 8, 8)
+# More than these seconds are for the user to wait.
+_PATIENCE_S = 600
 # Seconds without a byte after which a copy from another node is given up.
 _STALL_S = 120
 # Seconds that another node's server gets to end.
@@ -178,6 +180,8 @@ class HubSource:
                 if not seconds or response is None or response.status_code not in _PASSING:
                     raise self._trouble(error, path) from error
                 wait = _wait_s(response.headers, seconds)
+                if wait > _PATIENCE_S:
+                    raise self._trouble(error, path) from error
                 self.tell(f"the hub answers {response.status_code}, asking again in {wait} s")
                 time.sleep(wait)
         raise AssertionError("the last try returns or raises")

@@ -111,7 +111,7 @@ def library() -> bytes:
         tar.addfile(tarfile.TarInfo("ansible/__init__.py"))
         add(ansible / "module_utils", "ansible/module_utils")
         add(ROOT / "plugins/modules/zfs_replicate.py", f"{COLLECTION}/modules/zfs_replicate.py")
-        for name in ("zfs.py", "findings.py", "weights.py"):
+        for name in ("zfs.py", "findings.py", "progress.py", "weights.py"):
             add(ROOT / "plugins/module_utils" / name, f"{COLLECTION}/module_utils/{name}")
     return stream.getvalue()
 

@@ -15,7 +15,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernels/src"))
 
-from sparkwright_kernels.engram.layout import EngramLayout
+from sparkwright_kernels.engram.layout import EngramLayout, column_sizes
 
 REAL = {
     "engram_layer_ids": [1, 14],
@@ -33,11 +33,7 @@ REAL = {
 def small_config(vocab_size: int = 1000, layers: tuple[int, ...] = (1, 14)) -> dict[str, Any]:
     """A config of the real structure, 24 columns of a little more than `vocab_size` rows each."""
     config = {**REAL, "engram_vocab_size": vocab_size, "engram_layer_ids": list(layers)}
-    config["engram_num_embeddings"] = [0] * len(layers)
-    primes = EngramLayout.__new__(EngramLayout)  # the sums of the primes are not known before they are found
-    for name, value in config.items():
-        object.__setattr__(primes, name.removeprefix("engram_"), value)
-    config["engram_num_embeddings"] = [sum(primes.primes[layer]) for layer in layers]
+    config["engram_num_embeddings"] = [sum(sizes) for sizes in column_sizes(layers, vocab_size, 4, 8).values()]
     return config
 
 

@@ -58,7 +58,8 @@ def mappings(*patterns: str) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def role_files(role: str) -> list[Path]:
-    return [path for path in sorted((ROOT / "roles" / role).rglob("*")) if path.is_file()]
+    """Without what Python compiled of files that tests import."""
+    return [path for path in sorted((ROOT / "roles" / role).rglob("*")) if path.is_file() and path.suffix != ".pyc"]
 
 
 def specs(role: str) -> dict[str, Any]:

@@ -540,6 +540,9 @@ def test_a_hub_that_stays_busy_is_not_asked_for_ever(hub: Hub, run: Runner, wait
     hub.faults(Rule("/api/", "status", status=429))
     assert "no more requests for now (429)" in run()["msg"]
     assert waits == [1, 2, 4, 8, 8] and len(hub.requests("GET", "/api/")) == 6
+    hub.faults(Rule("/api/", "status", status=429, headers={"Retry-After": "3600"}))
+    waits.clear()
+    assert "no more requests for now (429)" in run()["msg"] and waits == []
     hub.faults(Rule("/api/", "status", status=404, code="RepoNotFound"))
     hub.forget()
     waits.clear()
