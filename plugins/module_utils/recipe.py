@@ -225,29 +225,17 @@ def _check_section(where: str, section: str, value: Any) -> List[str]:
     return problems
 
 
-def _check_layer(where: str, layer: Any) -> List[str]:
+def _check_layer(where: str, layer: Any, known: Sequence[str] = (*_MERGED, *_ROLES)) -> List[str]:
     if not isinstance(layer, Mapping):
         return [f"{where} is {layer!r}; needed a mapping"]
     problems = []
     for key, value in layer.items():
-        if key in _MERGED:
-            problems += _check_section(where, str(key), value)
+        if key not in known:
+            problems.append(f"{where}: {_unknown(str(key), known)}")
         elif key in _ROLES:
-            problems += _check_role(f"{where} {key}", value)
+            problems += _check_layer(f"{where} {key}", value, _OF_ROLES)
         else:
-            problems.append(f"{where}: {_unknown(str(key), [*_MERGED, *_ROLES])}")
-    return problems
-
-
-def _check_role(where: str, layer: Any) -> List[str]:
-    if not isinstance(layer, Mapping):
-        return [f"{where} is {layer!r}; needed a mapping"]
-    problems = []
-    for key, value in layer.items():
-        if key in _OF_ROLES:
             problems += _check_section(where, str(key), value)
-        else:
-            problems.append(f"{where}: {_unknown(str(key), _OF_ROLES)}")
     return problems
 
 

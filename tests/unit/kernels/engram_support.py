@@ -5,13 +5,19 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import shutil
 import struct
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from sparkwright_kernels.engram.formats import EngramFile
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
@@ -100,3 +106,22 @@ def xxh64(data: bytes) -> int:
     digest = (digest ^ digest >> 33) * p2 & mask
     digest = (digest ^ digest >> 29) * p3 & mask
     return digest ^ digest >> 32
+
+
+@contextmanager
+def mounted_ext4(folder: Path, mib: int, what: str) -> Iterator[tuple[Path, Path]]:
+    """An ext4 of so many MiB in `folder`: its image and where it is mounted. Skips `what` where that cannot be."""
+    if os.geteuid() != 0 or not shutil.which("mkfs.ext4") or not Path("/dev/loop-control").exists():
+        pytest.skip(f"NOT TESTED: {what} needs root, mkfs.ext4 and loop devices")
+    image, mount = folder / "image", folder / "mount"
+    mount.mkdir()
+    with image.open("wb") as stream:
+        stream.truncate(mib * 2**20)
+    subprocess.run(["mkfs.ext4", "-q", "-b", "4096", "-m", "0", "-O", "^has_journal", image], check=True)
+    done = subprocess.run(["mount", "-o", "loop", image, mount], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"NOT TESTED: {what} needs loop mounts ({done.stderr.strip()})")
+    try:
+        yield image, mount
+    finally:
+        subprocess.run(["umount", mount], check=True)

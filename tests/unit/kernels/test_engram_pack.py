@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engram_support import DTYPES, Tables, make_tables, reference_bytes, save_planes
+from engram_support import DTYPES, Tables, make_tables, mounted_ext4, reference_bytes, save_planes
 from sparkwright_kernels.engram import cli, formats, native
 from sparkwright_kernels.engram import pack as packing
 from sparkwright_kernels.engram.errors import EngramError, EngramErrors
@@ -475,20 +475,8 @@ def test_a_source_that_is_cut_short_while_it_is_read(tables: Tables, tmp_path: P
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A mounted ext4 of 24 MiB."""
-    if os.geteuid() != 0 or not shutil.which("mkfs.ext4") or not Path("/dev/loop-control").exists():
-        pytest.skip("NOT TESTED: a full disk needs root, mkfs.ext4 and loop devices")
-    image, mount = tmp_path / "image", tmp_path / "mount"
-    mount.mkdir()
-    with image.open("wb") as stream:
-        stream.truncate(24 * 2**20)
-    subprocess.run(["mkfs.ext4", "-q", "-b", "4096", "-m", "0", "-O", "^has_journal", image], check=True)
-    done = subprocess.run(["mount", "-o", "loop", image, mount], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        pytest.skip(f"NOT TESTED: a full disk needs loop mounts ({done.stderr.strip()})")
-    try:
+    with mounted_ext4(tmp_path, 24, "a full disk") as (_, mount):
         yield mount
-    finally:
-        subprocess.run(["umount", mount], check=True)
 
 
 def fill(disk: Path, leave: int = 0) -> None:

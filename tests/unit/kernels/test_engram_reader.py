@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engram_support import reference_bytes, small_config, xxh64
+from engram_support import mounted_ext4, reference_bytes, small_config, xxh64
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sparkwright_kernels.engram import native
@@ -261,30 +261,20 @@ def test_a_file_cut_short(format: str, directory: Path, tmp_path: Path, backend:
 
 def test_an_io_error(directory: Path, tmp_path: Path, backend: str) -> None:
     """A disk whose last blocks are gone: the kernel reports EIO."""
-    if os.geteuid() != 0 or not shutil.which("mkfs.ext4") or not Path("/dev/loop-control").exists():
-        pytest.skip("NOT TESTED: an I/O error needs root, mkfs.ext4 and loop devices")
-    image, mount = tmp_path / "image", tmp_path / "mount"
-    mount.mkdir()
-    with image.open("wb") as stream:
-        stream.truncate(48 * 2**20)
-    subprocess.run(["mkfs.ext4", "-q", "-b", "4096", "-m", "0", "-O", "^has_journal", image], check=True)
-    done = subprocess.run(["mount", "-o", "loop", image, mount], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        pytest.skip(f"NOT TESTED: an I/O error needs loop mounts ({done.stderr.strip()})")
-    try:
+    with mounted_ext4(tmp_path, 48, "an I/O error") as (image, mount):
         file = FILES["dsv41en1"]
         shutil.copy(directory / "dsv41en1", mount / "file")
         subprocess.run(["sync", "-f", mount / "file"], check=True)
-        with EngramReader(mount / "file", file, backend=backend) as reader:  # type: ignore[arg-type]
-            assert reader.direct
-            os.truncate(image, 4 * 2**20)
-            out = np.zeros((file.rows.rows, 264), np.uint8)
-            with pytest.raises(EngramError, match="found Input/output error, needed .*kernel's log"):
-                reader.read(np.arange(file.rows.lo, file.rows.hi), out)
-            assert (out == 0xFF).all() and reader.stats.errors == 1
-    finally:
-        os.truncate(image, 48 * 2**20)
-        subprocess.run(["umount", mount], check=True)
+        try:
+            with EngramReader(mount / "file", file, backend=backend) as reader:  # type: ignore[arg-type]
+                assert reader.direct
+                os.truncate(image, 4 * 2**20)
+                out = np.zeros((file.rows.rows, 264), np.uint8)
+                with pytest.raises(EngramError, match="found Input/output error, needed .*kernel's log"):
+                    reader.read(np.arange(file.rows.lo, file.rows.hi), out)
+                assert (out == 0xFF).all() and reader.stats.errors == 1
+        finally:
+            os.truncate(image, 48 * 2**20)
 
 
 # Refuses io_uring_setup as Docker's default seccomp profile does: EPERM, for this process.
