@@ -811,7 +811,9 @@ def test_source_dir_filled_with_fewer_files(run: Runner, tmp_path: Path) -> None
 
 
 @pytest.fixture
-def head(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Result]]:
+def head(
+    run: Runner, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Result]]:
     """Pulls from a node that fetched the weights: its own peer-serve, run as sshd would, and a real rsync server."""
     if os.geteuid() != 0 or not shutil.which("rsync") or not shutil.which("ss"):
         pytest.skip("needs root, rsync and iproute2: the server reads files of root")
@@ -832,9 +834,12 @@ def head(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     def pull(**options: Any) -> Result:
         return run(**{"peer": {"ssh": [str(script)], "name": "model"}, **options})
 
-    yield pull
-    assert not [line for line in listening() if "127.0.0.1:187" in line], "a server is left"
-    assert not list(Path("/run").glob("sparkwright-serve.*"))
+    # One at a time among the processes of this run, as each counts the servers of the machine.
+    with open(tmp_path_factory.getbasetemp().parent / "head.lock", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield pull
+        assert not [line for line in listening() if "127.0.0.1:187" in line], "a server is left"
+        assert not list(Path("/run").glob("sparkwright-serve.*"))
 
 
 def listening() -> list[str]:
