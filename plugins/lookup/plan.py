@@ -101,6 +101,9 @@ def _image(
     if key not in lock:
         return {}, [f"unknown image {key!r}; known: {', '.join(sorted(lock))}"]
     entry = lock[key]
+    if "context" not in entry:
+        reference, problems = images.published(key, entry, str(values.get("spark_images", {}).get(key, "")))
+        return {"name": reference, **entry}, problems
     context = images_directory / entry["context"]
     inputs = {name: (context / name).read_bytes() for name in ("Dockerfile", entry["requirements"])}
     inputs.update({f"kernels/{name}": content for name, content in kernels.items()})

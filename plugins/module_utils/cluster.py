@@ -137,10 +137,11 @@ VARIABLES: Dict[str, Variable] = {
     "spark_fabric_rails": Variable("list of ports and addresses", [], _rails, per_host=True),
     "spark_fabric_gid_index": Variable("index", None, _gid_index, per_host=True),
     "spark_bind_address": Variable("IPv4 address", "127.0.0.1", _address),
-    "spark_api_port": Variable("port", 8000, _port),
-    "spark_rendezvous_port": Variable("port", 29521, _port),
+    "spark_api_port": Variable("port", None, _port),
+    "spark_rendezvous_port": Variable("port", None, _port),
     "spark_data_dir": Variable("directory", "/var/lib/sparkwright", directory),
     "spark_hub_endpoint": Variable("URL", "", _text),
+    "spark_images": Variable("mapping of images to references", {}, _mapping),
     "spark_image_base_archive": Variable("path on the controller", "", _text),
     "spark_image_wheelhouse": Variable("directory on the controller", "", _text),
     "spark_weight_sync": Variable("auto, rsync, nfs, zfs or local", "auto", _weight_sync),
@@ -198,6 +199,4 @@ def check(hosts: Mapping[str, Mapping[str, Any]]) -> Tuple[Dict[str, Any], Dict[
     held = [str(values["spark_fabric_address"]) for values in per_host.values() if values["spark_fabric_address"]]
     for address in sorted({address for address in held if held.count(address) > 1}):
         problems.append(f"spark_fabric_address {address} is used by more than one host")
-    if str(cluster["spark_api_port"]) == str(cluster["spark_rendezvous_port"]):
-        problems.append(f"spark_api_port and spark_rendezvous_port are both {cluster['spark_api_port']}")
     return cluster, per_host, problems

@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Dict, List, Mapping, Optional
+import re
+from typing import Any, Dict, List, Mapping, Optional, Tuple
+
+_PINNED = re.compile(r"[a-z0-9][\w./:-]*@sha256:[0-9a-f]{64}", re.ASCII)
 
 
 def content_tag(inputs: Mapping[str, bytes], settings: Mapping[str, Any]) -> str:
@@ -16,6 +19,19 @@ def content_tag(inputs: Mapping[str, bytes], settings: Mapping[str, Any]) -> str
         digest.update(f"\0{path}\0{len(inputs[path])}\0".encode())
         digest.update(inputs[path])
     return digest.hexdigest()[:12]
+
+
+def published(name: str, entry: Mapping[str, Any], stated: str) -> Tuple[str, List[str]]:
+    """The reference of an image of somebody else, by digest, and what is wrong with it.
+
+    `entry` is that of images.lock.yml, `stated` what the cluster says of it, which wins.
+    """
+    reference = stated or (f"{entry['published']}@{entry['digest']}" if entry.get("digest") else "")
+    if _PINNED.fullmatch(reference):
+        return reference, []
+    found = f"is {reference!r}" if reference else entry.get("unpinned", "is pinned by nobody")
+    needed = f"needed {entry.get('published') or 'NAME'}@sha256:DIGEST in spark_images"
+    return "", [f"image {name} {found}; {needed}"]
 
 
 def identity(inspect: Optional[Mapping[str, Any]]) -> str:

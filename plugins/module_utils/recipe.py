@@ -65,9 +65,14 @@ _FIXED = {
     "nodes": dict,
     "engram": dict,
     "options": dict,
-    "notes": str,
+    "command": list,
+    "ports": dict,
+    "client": dict,
+    "published": list,
+    "notes": list,
 }
-_MAY_LACK = ("engram", "options", "notes")
+_MAY_LACK = ("engram", "options", "command", "ports", "client", "published", "notes")
+_PORTS = {"api": 8000, "rendezvous": 29521}
 _WEIGHT = {"id": str, "mount": str}
 # How the Engram tables are packed: a format, and a rule that splits them between ranks, of sparkwright_kernels.engram.
 _ENGRAM = {"weights": str, "format": ("dsv41en1", "pages"), "rule": ("heads", "rows"), "mount": str}
@@ -255,6 +260,12 @@ def _check_recipe(recipe: Mapping[str, Any]) -> List[str]:
     if recipe.get("weights") == []:
         problems.append(f"{where}: weights is empty; needed one repository or more")
     problems += _check_weights(where, recipe.get("weights"))
+    ports = recipe.get("ports")
+    for key, value in ports.items() if isinstance(ports, Mapping) else ():
+        if key not in _PORTS:
+            problems.append(f"{where}: ports: {_unknown(str(key), list(_PORTS))}")
+        elif not _is(value, int) or not 1024 <= value <= 65535:
+            problems.append(f"{where}: ports.{key} is {value!r}; needed a port from 1024 to 65535")
     if isinstance(recipe.get("engram"), Mapping):
         problems += _check_engram(where, recipe["engram"])
     options = recipe.get("options")
@@ -411,6 +422,9 @@ def problems(recipe: Mapping[str, Any], hosts: Mapping[str, Mapping[str, Any]]) 
     for where in ("spark_recipe_overrides", "spark_recipe_set"):
         if isinstance(cluster[where], Mapping):
             found += _check_layer(where, cluster[where])
+    ports = _ports(recipe, cluster)
+    if str(ports["api"]) == str(ports["rendezvous"]):
+        found.append(f"spark_api_port and spark_rendezvous_port are both {ports['api']}")
     known = recipe.get("options")
     options = known if isinstance(known, Mapping) else {}
     asked = cluster["spark_recipe_options"]
@@ -428,6 +442,15 @@ def problems(recipe: Mapping[str, Any], hosts: Mapping[str, Mapping[str, Any]]) 
     picked = [options.get(name) for name in chosen]
     layers = [recipe, overlay, *picked, cluster["spark_recipe_overrides"], cluster["spark_recipe_set"]]
     return found + _topology_problems(cluster["spark_fabric_topology"], layers, len(hosts))
+
+
+def _ports(recipe: Mapping[str, Any], cluster: Mapping[str, Any]) -> Dict[str, Any]:
+    """What the cluster says, else the recipe, else everybody."""
+    own = recipe.get("ports")
+    usual = {**_PORTS, **own} if isinstance(own, Mapping) else _PORTS
+    return {
+        name: usual[name] if cluster[f"spark_{name}_port"] is None else cluster[f"spark_{name}_port"] for name in _PORTS
+    }
 
 
 def _topology_problems(stated: str, layers: Sequence[Any], world_size: int) -> List[str]:
@@ -493,8 +516,12 @@ def resolve(
         *((f"fabric {name}", {"env": asked.get(name, {})}) for name in names),
     ]
     merged, sources = _merge([*base, *layers])
-    for name in ("bind_address", "api_port", "rendezvous_port", "data_dir"):
+    for name in ("bind_address", "data_dir"):
         sources[name] = origin(f"spark_{name}")
+    ports = {name: int(port) for name, port in _ports(recipe, cluster).items()}
+    for name in ports:
+        own = cluster[f"spark_{name}_port"] is None and name in recipe.get("ports", {})
+        sources[f"{name}_port"] = f"recipe {recipe['id']}" if own else origin(f"spark_{name}_port")
 
     data_dir = cluster["spark_data_dir"]
     weights, found = _weights(recipe, catalog, cluster)
@@ -525,9 +552,9 @@ def resolve(
             **({"address": addresses[host]} if addresses[host] else {}),
             **({"head_address": head_address} if head_address else {}),
             **({} if pin is None else {"gid_pin": str(pin)}),
-            "rendezvous_port": str(cluster["spark_rendezvous_port"]),
+            "rendezvous_port": str(ports["rendezvous"]),
             "bind_address": str(cluster["spark_bind_address"]),
-            "port": str(cluster["spark_api_port"]),
+            "port": str(ports["api"]),
             "served_name": str(recipe["served_name"]),
             **{key: _scalar(value) for key, value in merged["settings"].items() if value is not None},
         }
@@ -540,7 +567,7 @@ def resolve(
             mounts.append({"source": source, "target": target, "read_only": False})
         if number == 0:
             mounts.append({"source": f"{data_dir}/secrets", "target": "/run/secrets/sparkwright", "read_only": True})
-        command = engine[role].get("command", engine["command"])
+        command = recipe.get("command") or (engine.get(role) or {}).get("command") or engine["command"]
         argv = [_fill(item, values) for item in [*command, *_argv(own["args"])]]
         env = {k: _fill(_scalar(v), values) for k, v in sorted(own["env"].items()) if v is not None}
         # Without a pin a variable that holds one is left out: empty would be read as 0.
@@ -578,8 +605,8 @@ def resolve(
         smoke=merged["smoke"],
         served_name=recipe["served_name"],
         bind_address=str(cluster["spark_bind_address"]),
-        port=int(cluster["spark_api_port"]),
-        rendezvous_port=int(cluster["spark_rendezvous_port"]),
+        port=ports["api"],
+        rendezvous_port=ports["rendezvous"],
         health_path=engine["health_path"],
         data_dir=data_dir,
         files=files,

@@ -79,7 +79,11 @@ def test_every_problem_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("everywhere", "arguments", "problem"),
     [
-        ({"spark_recipe": "labb"}, (), "unknown recipe 'labb'; known: lab"),
+        (
+            {"spark_recipe": "labb"},
+            (),
+            "unknown recipe 'labb'; known: exl3-b12x, exl3-tensorfold, exl3-vllm, lab, native-sglang",
+        ),
         ({"spark_recipe": GONE}, (), "spark_recipe is missing; needed name in inventory group_vars/all"),
         (
             {},
@@ -107,8 +111,8 @@ def test_every_problem_of_a_recipe_at_once(tmp_path: Path) -> None:
     data.update(engine="vlm", image="none", argz={}, nodes={3: {}})
     text = refused("-i", inventory(tmp_path / "inventory"), "-e", recipes(tmp_path / "recipe", data))
     for problem in (
-        "unknown engine 'vlm'; known: vllm",
-        "unknown image 'none'; known: exl3-vllm-cpu",
+        "unknown engine 'vlm'; known: sglang, tensorfold, vllm",
+        "unknown image 'none'; known: exl3-b12x, exl3-tensorfold, exl3-vllm, exl3-vllm-cpu, native-sglang",
         "recipe lab: unknown key 'argz'; did you mean 'args'?",
         "recipe lab: the inventory has 2 nodes; allowed: 3",
     ):
@@ -233,3 +237,28 @@ def test_a_file_that_cannot_be_read(content: str | None, problem: str, tmp_path:
         (tmp_path / "a.yml").write_text(content)
     data, (found,) = plan._read(tmp_path, "recipe", "a")
     assert data == {} and problem in found
+
+
+@pytest.mark.parametrize(
+    ("entry", "stated", "reference", "problem"),
+    [
+        ({"published": "r.example/x", "digest": f"sha256:{'a' * 64}"}, "", f"r.example/x@sha256:{'a' * 64}", ""),
+        (
+            {"published": "r.example/x", "digest": f"sha256:{'a' * 64}"},
+            f"mine.example:5000/y@sha256:{'b' * 64}",
+            f"mine.example:5000/y@sha256:{'b' * 64}",
+            "",
+        ),
+        ({"published": "r.example/x", "digest": ""}, "", "", "is pinned by nobody; needed r.example/x@sha256:DIGEST"),
+        ({"published": "", "digest": "", "unpinned": "is home-made"}, "", "", "is home-made; needed NAME@sha256:"),
+        ({"published": "r.example/x", "digest": ""}, "r.example/x:tag", "", "is 'r.example/x:tag'; needed"),
+    ],
+)
+def test_images_of_others_are_pulled_by_digest(
+    entry: dict[str, str], stated: str, reference: str, problem: str, project: tuple[Path, Path]
+) -> None:
+    lock = project[0] / "images.lock.yml"
+    lock.write_text(yaml.safe_dump({"images": {"x": entry}}))
+    found, problems = plan._image("x", project[0], {}, {"spark_images": {"x": stated} if stated else {}})
+    assert found["name"] == reference
+    assert len(problems) == bool(problem) and problem in "".join(problems)

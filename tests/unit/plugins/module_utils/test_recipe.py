@@ -477,8 +477,39 @@ def test_every_recipe_of_the_project_resolves_for_every_node_count(path: Path) -
     data = yaml.safe_load(path.read_text())
     assert data["id"] == path.stem
     assert (FILES / "engines" / f"{data['engine']}.yml").exists()
+    engine = yaml.safe_load((FILES / "engines" / f"{data['engine']}.yml").read_text())
+    engine["files"] = [
+        {"source": name, "digest": "0" * 12, "target": to} for name, to in engine.get("files", {}).items()
+    ]
+    pins = {name: "a" * 40 for name, entry in CATALOG.items() if not entry["revision"]}
     for count in data["nodes"]:
-        plan_of(data, hosts(count, spark_recipe=data["id"]))
+        inventory = hosts(count, spark_recipe=data["id"], spark_weights_revisions=pins)
+        if count == 3:
+            inventory = {name: {**values, "spark_fabric_topology": "triangle3"} for name, values in inventory.items()}
+        plan, problems = recipe.resolve(data, engine, inventory, IMAGE, FABRIC_DATA, CATALOG)
+        assert plan and problems == []
+        texts = [text for rank in plan.ranks for text in (*rank.argv, *rank.env.values())]
+        assert not any("{" + name + "}" in text for name in plan.settings for text in texts)
+        given = json.dumps([data, engine])
+        assert all("{" + name + "}" in given for name in plan.settings), "a setting that nothing uses"
+
+
+def test_ports_of_the_recipe_count_until_the_cluster_says_others() -> None:
+    data = put(LAB, ("ports",), {"api": 8888, "rendezvous": 29620})
+    plan = plan_of(data)
+    assert (plan["port"], plan["rendezvous_port"], plan["sources"]["api_port"]) == (8888, 29620, "recipe lab")
+    assert plan_of(data, hosts(spark_api_port=9000))["port"] == 9000
+    assert problems_of(data, hosts(spark_api_port="29620")) == [
+        "spark_api_port and spark_rendezvous_port are both 29620"
+    ]
+    assert problems_of(put(LAB, ("ports",), {"api": 80, "apo": 1})) == [
+        "recipe lab: ports.api is 80; needed a port from 1024 to 65535",
+        "recipe lab: ports: unknown key 'apo'; did you mean 'api'?",
+    ]
+
+
+def test_a_recipe_may_have_a_command_of_its_own() -> None:
+    assert all(rank["argv"][0] == "/model" for rank in plan_of(put(LAB, ("command",), ["/model"]))["ranks"])
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
