@@ -520,8 +520,8 @@ def resolve(
         sources[name] = origin(f"spark_{name}")
     ports = {name: int(port) for name, port in _ports(recipe, cluster).items()}
     for name in ports:
-        own = cluster[f"spark_{name}_port"] is None and name in recipe.get("ports", {})
-        sources[f"{name}_port"] = f"recipe {recipe['id']}" if own else origin(f"spark_{name}_port")
+        by_recipe = cluster[f"spark_{name}_port"] is None and name in recipe.get("ports", {})
+        sources[f"{name}_port"] = f"recipe {recipe['id']}" if by_recipe else origin(f"spark_{name}_port")
 
     data_dir = cluster["spark_data_dir"]
     weights, found = _weights(recipe, catalog, cluster)
