@@ -66,12 +66,13 @@ _FIXED = {
     "engram": dict,
     "options": dict,
     "command": list,
+    "check": list,
     "ports": dict,
     "client": dict,
     "published": list,
     "notes": list,
 }
-_MAY_LACK = ("engram", "options", "command", "ports", "client", "published", "notes")
+_MAY_LACK = ("engram", "options", "command", "check", "ports", "client", "published", "notes")
 _PORTS = {"api": 8000, "rendezvous": 29521}
 _WEIGHT = {"id": str, "mount": str}
 # How the Engram tables are packed: a format, and a rule that splits them between ranks, of sparkwright_kernels.engram.
@@ -144,7 +145,7 @@ class Plan:
     """The whole cluster: read by preflight, templates, launch, status and the plan verb.
 
     `files` are mounted into every container: `source` on the controller, `path` on the node, which names the content,
-    and `target` in the container.
+    and `target` in the container. `check` is run on every node, with the first weights mounted, before anything starts.
     """
 
     cluster: str
@@ -154,6 +155,7 @@ class Plan:
     image: Dict[str, Any]
     weights: List[Weights]
     engram: Optional[Engram]
+    check: List[str]
     settings: Dict[str, Any]
     container: Dict[str, Any]
     memory: Dict[str, float]
@@ -588,6 +590,8 @@ def resolve(
                 mounts=mounts,
             )
         )
+    check = [_fill(str(item), {"world_size": str(world_size)}) for item in recipe.get("check", [])]
+    found += _unfilled("check", check, ())
     if found:
         return None, list(dict.fromkeys(found))
     plan = Plan(
@@ -598,6 +602,7 @@ def resolve(
         image=dict(image),
         weights=weights,
         engram=engram,
+        check=check,
         settings=merged["settings"],
         container=container,
         memory={key: float(value) for key, value in merged["memory"].items()},

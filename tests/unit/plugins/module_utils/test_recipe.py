@@ -80,6 +80,8 @@ WRONG_RECIPES: list[tuple[tuple[Any, ...], Any, str]] = [
     (("container", "shm_gib"), GONE, "recipe lab: container.shm_gib is missing"),
     (("container", "shm_gib"), None, "recipe lab: container.shm_gib is missing"),
     (("container", "devices"), "/dev/x", "recipe lab: container.devices is '/dev/x'; needed a list"),
+    (("check",), "true", "recipe lab: check is 'true'; needed a list"),
+    (("check",), ["check", "--tp={tp}"], "check '--tp={tp}': {tp} is not a known placeholder"),
     (("nodes",), {}, "recipe lab: the inventory has 2 nodes; allowed: none"),
     (("nodes", "two"), {}, "recipe lab: nodes key 'two'; needed a number of nodes"),
     (("nodes", 2), {"nodes": {}}, "recipe lab nodes.2: unknown key 'nodes'"),
@@ -510,6 +512,11 @@ def test_ports_of_the_recipe_count_until_the_cluster_says_others() -> None:
 
 def test_a_recipe_may_have_a_command_of_its_own() -> None:
     assert all(rank["argv"][0] == "/model" for rank in plan_of(put(LAB, ("command",), ["/model"]))["ranks"])
+
+
+def test_what_checks_the_weights_is_the_recipes() -> None:
+    assert plan_of()["check"] == ["sparkwright-exl3-check", "/model", "--tp=2"]
+    assert plan_of(put(LAB, ("check",), GONE))["check"] == []
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
